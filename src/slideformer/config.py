@@ -1,0 +1,271 @@
+"""One frozen, validated record of a run, and every rule between its fields.
+
+Names are those of Hugging Face TrainingArguments and TRL. Reading files and command lines, and what other tools call
+these fields, is the command line's business. Standard library and pydantic only.
+"""
+
+from __future__ import annotations
+
+import re
+from os.path import abspath
+from typing import Literal, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+SIZE_UNITS = {
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+MIN_SIZE_NBYTES = 2**20  # a bare number below this was meant as GiB: ask, do not guess
+DEFAULT_WARMUP_RATIO = 0.03
+NULL_MEANS = {
+    "max_steps": -1,
+    "max_grad_norm": 0.0,
+    "val_size": 0,
+    "per_device_eval_batch_size": 0,
+    "eval_strategy": "no",
+}
+
+
+class DatasetSpec(BaseModel):
+    """One local file of rows. weight: how often each of its rows comes up in an epoch; 0.5 takes another half each time."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    path: str
+    weight: float = Field(1.0, gt=0)
+
+
+class TrainConfig(BaseModel):
+    """Everything `slideformer train` needs. Sizes are bytes, or text like "24GiB"."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    # Model
+    model_name_or_path: str
+    attn_implementation: Literal["auto", "eager", "sdpa"] = "auto"
+    disable_dropout: bool = False
+    freeze: tuple[str, ...] = ()  # regular expressions searched in parameter names
+
+    # Data
+    dataset: tuple[DatasetSpec, ...] = Field(min_length=1)
+    dataset_text_field: str = "text"
+    eval_dataset: dict[str, str] = {}  # name -> file; the metric is eval_NAME_loss, eval_loss for the name ""
+    val_size: float = Field(0, ge=0)  # rows taken from the training rows; a share of them below 1
+    max_length: int = Field(2048, ge=2)
+    excess_length_strategy: Literal["drop", "truncate", "raise"] = "truncate"
+    assistant_only_loss: bool = True
+    completion_only_loss: bool = True
+    packing: Literal[False] = False
+    strict: bool = False  # a row that cannot be used is an error, instead of counted and left out
+
+    # Steps
+    per_device_train_batch_size: int = Field(1, ge=1)
+    per_device_eval_batch_size: int = Field(0, ge=0)  # 0: as in training
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    num_train_epochs: float = Field(1.0, gt=0)
+    max_steps: int = Field(-1, ge=-1)  # -1: by num_train_epochs
+    seed: int = Field(42, ge=0)
+    data_seed: int | None = Field(None, ge=0)
+
+    # Optimizer
+    learning_rate: float = Field(1e-5, ge=0)
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    warmup_ratio: float | None = Field(None, ge=0, le=1)
+    warmup_steps: float | None = Field(None, ge=0)  # a share of all steps below 1
+    weight_decay: float = Field(0.0, ge=0)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    adam_epsilon: float = Field(1e-8, gt=0)
+    max_grad_norm: float = Field(1.0, ge=0)  # 0: off
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    update: Literal["auto", "eager", "deferred"] = "auto"
+
+    # Machine
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    bf16: Literal["auto"] | bool = "auto"  # auto: on a GPU yes, on a CPU no (fp32 is faster there on most of them)
+    window: int = Field(2, ge=1)  # blocks on the device at a time
+    tile_numel: int = Field(4 * 2**20, ge=1)  # elements of one transfer and update; 8 MiB as bf16
+    grad_slots: int = Field(2, ge=1)
+    ring: int = Field(4, ge=2)  # staging buffers of one tile
+    offload_activations: Literal["auto", "cpu", "none"] = "auto"  # auto: on a GPU cpu, on a CPU none
+    max_gpu_memory: int | None = Field(None, ge=1)
+    max_host_memory: int | None = Field(None, ge=1)
+    cpu_threads: int | None = Field(None, ge=1)
+
+    # Output
+    output_dir: str = "runs/train"
+    save_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: as in the model's config
+    save_strategy: Literal["no"] = "no"  # checkpoints during training; the end result is always saved
+    report_to: Literal["none"] = "none"
+    logging_steps: int = Field(1, ge=1)
+    eval_strategy: Literal["no", "steps", "epoch"] = "no"
+    eval_steps: int | None = Field(None, ge=1)
+    eval_on_start: bool = False
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_written(cls, value: object, info: ValidationInfo) -> object:
+        """What YAML and command lines make of numbers and words: `no` for "no", "1e3" for 1000, yes for 1."""
+        kinds = _kinds(cls.model_fields[info.field_name].annotation)
+        if isinstance(value, bool) and not {bool, True, False} & kinds:
+            if value is False and "no" in kinds:
+                return "no"
+            raise ValueError(f"found {'yes' if value else 'no'}, which is not a value of {info.field_name}")
+        if value is None and info.field_name in NULL_MEANS:
+            return NULL_MEANS[info.field_name]
+        if int in kinds and isinstance(value, str):
+            number = _number(value)
+            return int(number) if number is not None and number.is_integer() else value
+        return value
+
+    @field_validator("max_steps")
+    @classmethod
+    def _zero_is_no_limit(cls, value: int) -> int:
+        return value or -1
+
+    @field_validator("dataset", mode="before")
+    @classmethod
+    def _one_dataset(cls, value: object) -> object:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return [{"path": item} if isinstance(item, str) else item for item in items]
+
+    @field_validator("eval_dataset", mode="before")
+    @classmethod
+    def _one_eval_dataset(cls, value: object) -> object:
+        return {"": value} if isinstance(value, str) else {} if value is None else value
+
+    @field_validator("freeze", mode="before")
+    @classmethod
+    def _one_pattern(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else [] if value is None else value
+
+    @field_validator("freeze")
+    @classmethod
+    def _patterns_compile(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in value:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        return value
+
+    @field_validator("max_gpu_memory", "max_host_memory", mode="before")
+    @classmethod
+    def _size(cls, value: object, info: ValidationInfo) -> object:
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= MIN_SIZE_NBYTES):
+            return value
+        match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i?B)\s*", str(value), re.IGNORECASE)
+        number = _number(match[1]) if match else None
+        if match is None or number is None:
+            raise ValueError(f"found {value!r}, which is no size: write {info.field_name}: 24GiB (or MiB, GB, MB)")
+        return int(number * SIZE_UNITS[match[2].upper()])
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_that_depend(cls, values: dict[str, object]) -> dict[str, object]:
+        """Defaults that depend on what else was given; `values` itself is left alone."""
+        filled = dict(values)
+        if filled.get("warmup_ratio") is None and filled.get("warmup_steps") is None:
+            filled["warmup_ratio"] = 0.0 if filled.get("lr_scheduler_type") == "constant" else DEFAULT_WARMUP_RATIO
+        if "eval_strategy" not in filled and (filled.get("eval_dataset") or filled.get("val_size")):
+            filled["eval_strategy"] = "steps" if filled.get("eval_steps") else "epoch"
+        if filled.get("data_seed") is None:
+            filled["data_seed"] = filled.get("seed", cls.model_fields["seed"].default)
+        return filled
+
+    @model_validator(mode="after")
+    def _rules_between_fields(self) -> Self:
+        for broken, sentence in self._rules():
+            if broken:
+                raise ValueError(sentence)
+        return self
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        """Every rule between fields, as (is it broken, what to say)."""
+        has_eval = bool(self.eval_dataset) or self.val_size > 0
+        constant = self.lr_scheduler_type == "constant"
+        return [
+            (
+                self.update == "eager" and self.max_grad_norm > 0,
+                f"update: eager cannot clip (it updates before the norm is known), and max_grad_norm is {self.max_grad_norm:g}: "
+                + "set max_grad_norm: 0, or update: deferred",
+            ),
+            (
+                self.update == "eager" and self.on_nonfinite == "skip",
+                "on_nonfinite: skip needs update: deferred, because an eager update cannot be taken back",
+            ),
+            (
+                self.warmup_ratio is not None and self.warmup_steps is not None,
+                "warmup_ratio and warmup_steps are both given: keep one",
+            ),
+            (
+                constant and bool(self.warmup_ratio or self.warmup_steps),
+                "lr_scheduler_type: constant has no warm-up: use constant_with_warmup, or drop the warm-up",
+            ),
+            (
+                self.lr_scheduler_type.startswith("constant") and self.min_lr_ratio > 0,
+                f"min_lr_ratio has no meaning with lr_scheduler_type: {self.lr_scheduler_type}: drop it",
+            ),
+            (
+                bool(self.eval_dataset) and self.val_size > 0,
+                "eval_dataset and val_size are both given: evaluate on files, or on rows taken from the training rows",
+            ),
+            (
+                self.val_size >= 1 and not self.val_size.is_integer(),
+                f"val_size is {self.val_size:g}: give a number of rows, or a share below 1",
+            ),
+            (
+                self.eval_strategy != "no" and not has_eval,
+                f"eval_strategy is {self.eval_strategy}, but there is nothing to evaluate: give eval_dataset or val_size",
+            ),
+            (
+                self.eval_on_start and not has_eval,
+                "eval_on_start is true, but there is nothing to evaluate: give eval_dataset or val_size",
+            ),
+            (
+                self.eval_strategy == "steps" and self.eval_steps is None,
+                "eval_strategy is steps, but eval_steps is not given: say after how many steps",
+            ),
+            (
+                self.eval_steps is not None and self.eval_strategy != "steps",
+                f"eval_steps is given, but eval_strategy is {self.eval_strategy}: set eval_strategy: steps",
+            ),
+            (
+                abspath(self.output_dir) == abspath(self.model_name_or_path),
+                f"output_dir is the model's own folder, {self.output_dir}, which it would overwrite: choose another",
+            ),
+        ]
+
+    @property
+    def update_program(self) -> Literal["eager", "deferred"]:
+        if self.update != "auto":
+            return self.update
+        return "deferred" if self.max_grad_norm > 0 or self.on_nonfinite == "skip" else "eager"
+
+    @property
+    def eval_batch_size(self) -> int:
+        return self.per_device_eval_batch_size or self.per_device_train_batch_size
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _kinds(annotation: object) -> set[object]:
+    """The leaf types and literal values of an annotation: {bool, "auto"} for `Literal["auto"] | bool`."""
+    inner = get_args(annotation)
+    return set().union(*(_kinds(a) for a in inner)) if inner else {annotation}
