@@ -1,0 +1,25 @@
+"""What one step does, in which order, and the proof that it may run concurrently. Pure: integers and strings only."""
+
+from slideformer.schedule.check import PlanError, prove
+from slideformer.schedule.ops import Access, Buffer, LaneName, Op, OpKind, Place, Plan, Wait
+from slideformer.schedule.program import StepOptions, Update, build_evaluation, build_step
+from slideformer.schedule.simulate import Timeline, simulate
+
+__all__ = [
+    "Access",
+    "Buffer",
+    "LaneName",
+    "Op",
+    "OpKind",
+    "Place",
+    "Plan",
+    "PlanError",
+    "StepOptions",
+    "Timeline",
+    "Update",
+    "Wait",
+    "build_evaluation",
+    "build_step",
+    "prove",
+    "simulate",
+]

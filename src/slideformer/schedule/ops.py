@@ -1,0 +1,156 @@
+"""The vocabulary of a plan: lanes, buffers, accesses, ops.
+
+An op is one action in one lane. It names every buffer that it touches, what it needs to find there and what it leaves
+there. Everything else (waits, proof, timeline, which tensors an action may reach) follows from these declarations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class LaneName(StrEnum):
+    """The FIFO lanes of a step. All of them run at once; within one, ops run in program order."""
+
+    COMPUTE = "compute"
+    UPLOAD = "upload"
+    DOWNLOAD = "download"
+    SPILL = "spill"
+    FETCH = "fetch"
+    UPDATE = "update"
+    GATHER = "gather"
+
+
+HOST_LANES = frozenset({LaneName.UPDATE, LaneName.GATHER})
+"""Lanes whose work is done by host threads; the others launch work on the device."""
+
+
+class OpKind(StrEnum):
+    LOAD = "load"  # token ids, labels and the batch's row numbers to the device
+    GATHER = "gather"  # rows of the table that the batch needs, into page-locked memory
+    UPLOAD_ROWS = "upload_rows"
+    UPLOAD = "upload"  # one tile of a unit's weights into its slot
+    EMBED = "embed"
+    FORWARD = "forward"
+    SPILL = "spill"  # a saved input or hidden gradient to the host
+    FETCH = "fetch"  # and back
+    HEAD = "head"  # final norm, output projection, loss and all their gradients
+    HEAD_LOSS = "head_loss"  # the loss alone, for evaluation
+    BACKWARD = "backward"
+    EMBED_BACKWARD = "embed_backward"
+    REDUCE = "reduce"  # sum -> gradient in its final precision, and its norms
+    REDUCE_OUTPUT = "reduce_output"  # the same for the output projection, row by row
+    REDUCE_ROWS = "reduce_rows"  # the same for the touched rows of the table
+    REPORT = "report"  # norms of one unit to the host
+    REPORT_LOSS = "report_loss"
+    DOWNLOAD = "download"  # one tile of a unit's gradient
+    DOWNLOAD_ROWS = "download_rows"
+    GUARD = "guard"  # eager: is the loss finite?
+    DECIDE = "decide"  # deferred: global norm, clip factor, skip or go
+    TOTAL = "total"  # eager: global norm, for the record
+    RESULT = "result"  # evaluation: loss to the caller
+    UPDATE = "update"
+    UPDATE_REST = "update_rest"  # rows of one tile of the table that the batch did not touch
+    UPDATE_ROWS = "update_rows"  # the touched rows
+
+
+class Place(StrEnum):
+    """The kinds of buffer. `Buffer.index` tells them apart within a kind."""
+
+    # host, per (unit, tile): the state
+    WEIGHT = "weight"
+    RESIDUAL = "residual"
+    MOMENTS = "moments"
+    # host, other
+    ROWS_HOST = "rows_host"
+    RING = "ring"  # (position): gradient tiles on their way to an eager update
+    GRAD_HOST = "grad_host"  # (unit, tile): gradients in waiting, deferred
+    ROW_GRAD_HOST = "row_grad_host"
+    SAVED = "saved"  # (position): spilled saved inputs and hidden gradients
+    NORM_HOST = "norm_host"  # (unit, part)
+    LOSS_HOST = "loss_host"
+    VERDICT = "verdict"
+    # device
+    BATCH = "batch"
+    ROWS = "rows"
+    SLOT = "slot"  # (position): weights of one block
+    DENSE = "dense"  # (unit): weights of a unit with a slot of its own: glue, final, output
+    HIDDEN = "hidden"  # (position): one hidden state [batch, length, hidden]
+    CALL = "call"  # (micro-batch): what the glue hands to every block
+    GRAD = "grad"  # (position): gradient of one block, as it is downloaded
+    GRAD_SUM = "grad_sum"  # (): fp32 sum over micro-batches of the block in hand
+    DENSE_GRAD = "dense_grad"  # (unit)
+    DENSE_SUM = "dense_sum"  # (unit)
+    ROW_GRAD = "row_grad"
+    ROW_SUM = "row_sum"
+    NORM = "norm"  # (unit, part)
+    LOSS = "loss"
+
+
+STATE_PLACES = frozenset({Place.WEIGHT, Place.RESIDUAL, Place.MOMENTS})
+
+
+class Buffer(NamedTuple):
+    place: Place
+    index: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.place}[{','.join(map(str, self.index))}]" if self.index else str(self.place)
+
+
+Content = tuple[str | int, ...]
+
+
+class Access(NamedTuple):
+    """One buffer that an op touches. needs: what it must find there (None: it overwrites); leaves: what it leaves
+    there (None: it only reads). role: the name under which the action reaches it."""
+
+    role: str
+    buffer: Buffer
+    needs: Content | None
+    leaves: Content | None
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One action in one lane. unit, tile and micro are -1 where they do not apply."""
+
+    kind: OpKind
+    lane: LaneName
+    accesses: tuple[Access, ...]
+    unit: int = -1
+    tile: int = -1
+    micro: int = -1
+
+    def __str__(self) -> str:
+        parts = [str(self.kind)]
+        for letter, value in (("u", self.unit), ("t", self.tile), ("m", self.micro)):
+            if value >= 0:
+                parts.append(f"{letter}{value}")
+        return " ".join(parts)
+
+
+class Wait(NamedTuple):
+    """Wait for op `index` of this plan (age 0) or of the run of the same plan just before it (age 1)."""
+
+    age: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A program with its waits. Steps join: `waits` holds those on the run before; on a first run they are void.
+
+    ops: in program order. waits[i]: what op i waits for, beyond its lane's order. trains: leaves a new weight version.
+    """
+
+    ops: tuple[Op, ...]
+    waits: tuple[tuple[Wait, ...], ...]
+    trains: bool
+    name: str = field(default="step")
+
+    def buffers(self) -> dict[Buffer, None]:
+        """Every buffer of the plan, in order of first use."""
+        return {a.buffer: None for op in self.ops for a in op.accesses}

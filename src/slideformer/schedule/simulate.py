@@ -1,0 +1,127 @@
+"""Runs a plan on a virtual clock: when each op would start and end, what each lane carries, and the picture of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slideformer.schedule.ops import LaneName, Op, OpKind, Plan
+
+SHADES = {
+    OpKind.FORWARD: "F",
+    OpKind.BACKWARD: "B",
+    OpKind.HEAD: "H",
+    OpKind.HEAD_LOSS: "H",
+    OpKind.EMBED: "E",
+    OpKind.EMBED_BACKWARD: "E",
+    OpKind.UPLOAD: "u",
+    OpKind.UPLOAD_ROWS: "r",
+    OpKind.DOWNLOAD: "d",
+    OpKind.DOWNLOAD_ROWS: "r",
+    OpKind.UPDATE: "U",
+    OpKind.UPDATE_REST: "R",
+    OpKind.UPDATE_ROWS: "R",
+    OpKind.SPILL: "s",
+    OpKind.FETCH: "f",
+    OpKind.GATHER: "g",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One op on the clock. run: which of the joined runs. Times in seconds from the start of the first run."""
+
+    op: Op
+    run: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans of one or several joined runs, in program order."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def end_s(self) -> float:
+        return max(s.end_s for s in self.spans)
+
+    def step_s(self) -> float:
+        """Distance of the last two runs' ends on the compute lane: the step time once runs join."""
+        ends: dict[int, float] = {}
+        for span in self.spans:
+            if span.op.lane is LaneName.COMPUTE:
+                ends[span.run] = max(span.end_s, ends.get(span.run, 0.0))
+        runs = sorted(ends)
+        return ends[runs[-1]] - (ends[runs[-2]] if len(runs) > 1 else 0.0)
+
+    def busy(self) -> dict[LaneName, float]:
+        """Share of the time from first start to last end during which each lane works."""
+        total = {lane: 0.0 for lane in LaneName}
+        for span in self.spans:
+            total[span.op.lane] += span.end_s - span.start_s
+        length = self.end_s - min(s.start_s for s in self.spans)
+        return {lane: used / length if length else 0.0 for lane, used in total.items()}
+
+    def text(self, *, width: int = 100, run: int | None = None) -> str:
+        """A picture: one line a lane, one letter per slice of time, '.' where the lane is idle."""
+        spans = [s for s in self.spans if run is None or s.run == run]
+        begin, end = min(s.start_s for s in spans), max(s.end_s for s in spans)
+        slice_s = (end - begin) / width or 1.0
+        lines = []
+        for lane in LaneName:
+            used: list[dict[str, float]] = [{} for _ in range(width)]
+            for span in (s for s in spans if s.op.lane is lane):
+                letter = SHADES.get(span.op.kind, "-")
+                first = min(int((span.start_s - begin) / slice_s), width - 1)
+                last = min(int((span.end_s - begin) / slice_s), width - 1)
+                for column in range(first, last + 1):
+                    left, right = begin + column * slice_s, begin + (column + 1) * slice_s
+                    overlap = min(span.end_s, right) - max(span.start_s, left)
+                    used[column][letter] = used[column].get(letter, 0.0) + overlap
+            if any(used):
+                row = "".join(max(u, key=u.__getitem__) if sum(u.values()) > 0.3 * slice_s else "." for u in used)
+                lines.append(f"{lane:>9} {row}")
+        ruler = f"0 s{f'{end - begin:.3g} s':>{width - 3}}"
+        legend = "F forward  B backward  H head  E embedding  u upload  d download  U update  R table rows  g gather"
+        return "\n".join([*lines, f"{'':>9} {ruler}", f"{'':>9} {legend}"])
+
+    def chrome_trace(self) -> str:
+        """JSON for chrome://tracing or Perfetto: one thread a lane, microseconds."""
+        lanes = {lane: i for i, lane in enumerate(LaneName)}
+        events: list[dict[str, object]] = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": str(lane)}}
+            for lane, i in lanes.items()
+        ]
+        events += [
+            {
+                "name": str(s.op),
+                "ph": "X",
+                "pid": 0,
+                "tid": lanes[s.op.lane],
+                "ts": round(s.start_s * 1e6, 3),
+                "dur": round((s.end_s - s.start_s) * 1e6, 3),
+                "args": {"run": s.run, "touches": [str(a.buffer) for a in s.op.accesses][:32]},
+            }
+            for s in self.spans
+        ]
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def simulate(plan: Plan, cost_s: Callable[[Op], float], *, runs: int = 1) -> Timeline:
+    """The timeline of `runs` joined runs when op i takes cost_s(op) seconds. Lanes are FIFO, waits as in the plan."""
+    ends: list[list[float]] = []
+    free = dict.fromkeys(LaneName, 0.0)
+    spans = []
+    for run in range(runs):
+        ends.append([])
+        for op, waits in zip(plan.ops, plan.waits, strict=True):
+            ready = [ends[run - w.age][w.index] for w in waits if run - w.age >= 0]
+            start = max([free[op.lane], *ready])
+            end = start + cost_s(op)
+            free[op.lane] = end
+            ends[run].append(end)
+            spans.append(Span(op, run, start, end))
+    return Timeline(tuple(spans))
