@@ -1,0 +1,176 @@
+"""A Hugging Face decoder-only model, unmodified, as units that run one at a time on weights somebody else holds.
+
+The model lives on the meta device. A call binds the caller's tensors in the place of the parameters of one unit, runs
+the model's own code, and lets go of them. What surrounds the blocks comes from the model's own forward too (parts.py).
+Nothing here holds weights, moves data, or asks the device anything between blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from slideformer.layout import Layout, Param, Unit, UnitKind
+from slideformer.model.build import ModelRefused, build, some
+from slideformer.model.parts import Binding, Call, Parts, find_parts
+from slideformer.model.projection import Projection, projection_of
+
+__all__ = ["Call", "Decoder", "ModelRefused", "Projection"]
+
+
+class Decoder:
+    """The units of one model. Calls do not overlap: one thread at a time (blocks are bound for the time of a call).
+
+    config: as given (a copy); what is saved beside the weights.
+    layout: table, glue?, block..., final?, output?; names are state-dict names.
+    padding_idx: the id whose row gets no gradient from the input side, or None.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        dtype: torch.dtype,
+        tile_numel: int,
+        attn_implementation: str = "auto",
+        frozen: tuple[str, ...] = (),
+        disable_dropout: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Reads no weights and allocates nothing of the model's size.
+
+        dtype: of parameters and compute, float32 or bfloat16. frozen: regular expressions, searched in parameter names;
+        what they find is not trained. device: where the glue's buffers (rotary tables) live and calls are made.
+        Raises ModelRefused when the model cannot be trained right, or a pattern finds nothing, or all of them find all.
+        """
+        device = torch.device(device)
+        self.config = copy.deepcopy(config)
+        self.dtype = dtype
+        self._model = build(
+            config, dtype=dtype, attn_implementation=attn_implementation, disable_dropout=disable_dropout, device=device
+        )
+        self.attn_implementation: str = self._model.config._attn_implementation
+        self._parts = find_parts(self._model, device)
+        self.layout = _layout(self._model, self._parts, tile_numel, frozen)
+        self.projection = projection_of(self._model.config, self._parts.bias_name)
+        self.padding_idx: int | None = self._parts.padding_idx
+        self.vocab_size, self.hidden_size = self._parts.table.weight.shape
+        self._first_block = self.layout.blocks[0]
+        self._table = Binding(self._model, [self._parts.table_name])
+        self._glue = Binding(self._model, self._parts.glue_names)
+        self._blocks = [Binding(self._model, names) for names in self._parts.block_names]
+        self._final = Binding(self._model, self._parts.final_names)
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of the model's buffers on the device."""
+        return sum(b.numel() * b.element_size() for b in self._model.buffers())
+
+    def views(self, unit: int, flat: torch.Tensor, *, requires_grad: bool = False) -> dict[str, torch.Tensor]:
+        """Parameters of a unit by name, as views of its flat vector. `flat` may be longer (a slot); it needs no grad.
+
+        requires_grad: make the trainable ones leaves that collect a gradient.
+        """
+        views, start = {}, 0
+        for param in self.layout.units[unit].params:
+            view = flat.detach()[start : start + param.numel].view(param.shape)
+            views[param.name] = view.requires_grad_(requires_grad and param.trainable)
+            start += param.numel
+        return views
+
+    def embed(
+        self,
+        rows: torch.Tensor,
+        glue: dict[str, torch.Tensor],
+        ids: torch.Tensor,
+        *,
+        padding_row: int | None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Call]:
+        """What the first block gets, and what all blocks are called with: the model's own forward up to its blocks.
+
+        rows: [n, H], gathered rows of the table; ids: [B, S] int64, indices into `rows`. padding_row: the row of
+        `padding_idx` among them, which gets no gradient; None when it is not there. glue: the glue unit's parameters
+        (empty if it has none). Differentiable in rows and glue; the caller sets the grad mode. May wait for the device
+        once per mask (it asks whether positions are packed), never per block.
+        Returns hidden [B, S, H].
+        """
+        self._parts.table.padding_idx = padding_row
+        self._table.bind({self._parts.table_name: rows})
+        self._glue.bind(glue)
+        try:
+            return self._parts.recorders.run(input_ids=ids, attention_mask=attention_mask, position_ids=position_ids)
+        finally:
+            self._table.release()
+            self._glue.release()
+
+    def forward(self, unit: int, params: dict[str, torch.Tensor], hidden: torch.Tensor, call: Call) -> torch.Tensor:
+        """Run one block. unit: its index in the layout. params: from `views`. hidden: [B, S, H]. The caller sets the
+        grad mode; nothing is saved here.
+        """
+        index = unit - self._first_block
+        binding = self._blocks[index]
+        binding.bind(params)
+        try:
+            output = self._parts.block_forwards[index](hidden, *call.args[index], **call.kwargs[index])
+        finally:
+            binding.release()
+        return output[0] if self._parts.recorders.returns_tuple else output
+
+    def final(self, params: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """The final norm, [..., H] -> [..., H]; `hidden` itself where the model has none. params: the final unit's."""
+        if self._parts.final is None:
+            return hidden
+        self._final.bind(params)
+        try:
+            return self._parts.final(hidden)
+        finally:
+            self._final.release()
+
+
+def _layout(model: nn.Module, parts: Parts, tile_numel: int, frozen: tuple[str, ...]) -> Layout:
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    is_frozen = _frozen(list(shapes), frozen)
+
+    def unit(name: str, kind: UnitKind, names: list[str]) -> list[Unit]:
+        # Decay is for matrices: norms and biases are kept where they are.
+        params = [Param(n, shapes[n], decay=len(shapes[n]) >= 2, trainable=n not in is_frozen) for n in names]
+        return [Unit(name, kind, tuple(params))] if params else []
+
+    bias = [] if parts.bias_name is None else [parts.bias_name]
+    output = [] if parts.output_name is None else [parts.output_name]
+    units = unit("table", UnitKind.TABLE, [parts.table_name])
+    units += unit("glue", UnitKind.GLUE, parts.glue_names)
+    for index, names in enumerate(parts.block_names):
+        units += unit(f"block.{index}", UnitKind.BLOCK, names)
+    units += unit("final", UnitKind.FINAL, parts.final_names + bias)
+    units += unit("output", UnitKind.OUTPUT, output)
+    return Layout(tuple(units), tile_numel, tied=parts.output_name is None)
+
+
+def _frozen(names: list[str], patterns: tuple[str, ...]) -> set[str]:
+    found: set[str] = set()
+    for pattern in patterns:
+        try:
+            hits = {name for name in names if re.search(pattern, name)}
+        except re.error as error:
+            raise ModelRefused(
+                f"frozen pattern {pattern!r} is not a regular expression ({error}): correct it."
+            ) from None
+        if not hits:
+            raise ModelRefused(
+                f"frozen pattern {pattern!r} matches none of the model's {len(names)} parameters, whose names look like "
+                f"{some(set(names))}: correct or remove it."
+            )
+        found |= hits
+    if found == set(names):
+        raise ModelRefused(
+            f"frozen patterns {', '.join(map(repr, patterns))} match all {len(names)} parameters, so nothing would be "
+            "trained: narrow them."
+        )
+    return found
