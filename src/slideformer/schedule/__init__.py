@@ -2,8 +2,10 @@
 
 from slideformer.schedule.check import PlanError, prove
 from slideformer.schedule.ops import Access, Buffer, LaneName, Op, OpKind, Place, Plan, Wait
-from slideformer.schedule.program import StepOptions, Update, build_evaluation, build_step
+from slideformer.schedule.options import StepOptions, Update
+from slideformer.schedule.program import build_evaluation
 from slideformer.schedule.simulate import Timeline, simulate
+from slideformer.schedule.training import build_step
 
 __all__ = [
     "Access",

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter
 
 from slideformer.layout import Layout, UnitKind
-from slideformer.schedule.ops import STATE_PLACES, Buffer, Content, Op, OpKind, Place, Plan
-from slideformer.schedule.program import StepOptions, Update
+from slideformer.schedule.ops import STATE_PLACES, Buffer, Content, Op, OpKind, Plan
+from slideformer.schedule.options import StepOptions, Update
 
 
 class PlanError(AssertionError):
@@ -148,8 +148,3 @@ def _required(op: Op, layout: Layout, options: StepOptions) -> Counter[str]:
         OpKind.UPDATE_ROWS: ["grad", *permits] + state * num_table_tiles,
     }
     return Counter(roles[op.kind])
-
-
-def places(plan: Plan) -> frozenset[Place]:
-    """Every kind of buffer that the plan uses."""
-    return frozenset(b.place for b in plan.buffers())

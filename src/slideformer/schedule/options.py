@@ -1,0 +1,37 @@
+"""What a program depends on besides the layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Update(StrEnum):
+    EAGER = "eager"
+    DEFERRED = "deferred"
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """Counts of slots, rings and micro-batches, and which program.
+
+    window: slots for block weights. grad_slots: gradient buffers for blocks. ring: tiles in the gradient ring (eager).
+    hidden_pool: device positions for saved inputs and hidden gradients that stay. hidden_ring: positions through
+    which the others pass. fp32_compute: both planes are uploaded, and sums over micro-batches need no buffer.
+    """
+
+    window: int = 2
+    grad_slots: int = 2
+    ring: int = 4
+    micro_batches: int = 1
+    hidden_pool: int = 0
+    hidden_ring: int = 4
+    update: Update = Update.EAGER
+    fp32_compute: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("window", "grad_slots", "ring", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+        if self.hidden_pool < 0:
+            raise ValueError(f"hidden_pool is {self.hidden_pool}, must be at least 0")
