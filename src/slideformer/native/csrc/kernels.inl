@@ -1,0 +1,139 @@
+// The kernels, written once over a vector type V; each instruction set includes this in its own translation unit.
+//
+// Everything here is in an unnamed namespace and uses no standard library template: an inline function compiled with
+// AVX-512 flags must never be the copy that the linker keeps for the others.
+//
+// V has: width, F (a vector of floats), and the static functions used below. `flush` makes magnitudes up to 2^-126
+// zero and keeps the sign; `one_nan` makes every NaN 0x7FC00000. The reference is slideformer/optim/adamw.py; the
+// order of operations here is the order there.
+
+namespace {
+
+using slideformer::Kernels;
+
+// One element at a time, on any machine: the ends of ranges, and the whole of the baseline.
+struct Scalar {
+    static constexpr int64_t width = 1;
+    using F = float;
+
+    static uint32_t bits(F x) {
+        uint32_t b;
+        __builtin_memcpy(&b, &x, 4);
+        return b;
+    }
+    static F from_bits(uint32_t b) {
+        F x;
+        __builtin_memcpy(&x, &b, 4);
+        return x;
+    }
+    static F set(float x) { return x; }
+    static F load(const float* p) { return *p; }
+    static void store(float* p, F x) { *p = x; }
+    static F load_bf16(const uint16_t* p) { return from_bits(uint32_t(*p) << 16); }
+    static F join(const uint16_t* w, const int16_t* r) { return from_bits((uint32_t(*w) << 16) + uint32_t(int32_t(*r))); }
+    static void split(F x, uint16_t* w, int16_t* r) {
+        *w = uint16_t((bits(x) + 0x8000u) >> 16);
+        *r = int16_t(uint16_t(bits(x)));
+    }
+    static F mul(F a, F b) { return a * b; }
+    static F add(F a, F b) { return a + b; }
+    static F sub(F a, F b) { return a - b; }
+    static F div(F a, F b) { return a / b; }
+    static F sqrt(F a) { return __builtin_sqrtf(a); }
+    static F flush(F x) {
+        const uint32_t b = bits(x);
+        return from_bits((b & 0x7FFFFFFFu) <= 0x00800000u ? b & 0x80000000u : b);
+    }
+    static F one_nan(F x) {
+        const uint32_t b = bits(x);
+        return from_bits((b & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC00000u : b);
+    }
+    static void stream(const sf_state& s, const uint16_t* grad, int64_t i) {
+        const uint16_t g = grad[i];
+        s.weight[i] = uint16_t(s.weight[i] ^ g);
+        s.residual[i] = int16_t(s.residual[i] ^ int16_t(g));
+        s.exp_avg[i] = from_bits(bits(s.exp_avg[i]) ^ g);
+        s.exp_avg_sq[i] = from_bits(bits(s.exp_avg_sq[i]) ^ g);
+    }
+};
+
+template <class V, int32_t kind>
+struct Gradient {
+    static typename V::F load(const void* grad, int64_t i, typename V::F scale) {
+        typename V::F g = kind == SF_GRAD_BF16 ? V::load_bf16(static_cast<const uint16_t*>(grad) + i)
+                                               : V::load(static_cast<const float*>(grad) + i);
+        return V::flush(V::mul(V::flush(g), scale));
+    }
+};
+
+template <class V>
+struct Gradient<V, SF_GRAD_NONE> {
+    static typename V::F load(const void*, int64_t, typename V::F) { return V::set(0.0f); }
+};
+
+// Elements [i, numel) in steps of V::width; returns where it stopped.
+template <class V, int32_t kind>
+int64_t adamw_from(int64_t i, const sf_scalars& s, const sf_state& state, const void* grad, int64_t numel) {
+    using F = typename V::F;
+    const F scale = V::set(s.grad_scale), beta1 = V::set(s.beta1), one_minus_beta1 = V::set(s.one_minus_beta1),
+            beta2 = V::set(s.beta2), one_minus_beta2 = V::set(s.one_minus_beta2), sqrt_bias2 = V::set(s.sqrt_bias2),
+            eps = V::set(s.eps), decay = V::set(s.decay), step_size = V::set(s.step_size);
+    for (; i + V::width <= numel; i += V::width) {
+        const F g = Gradient<V, kind>::load(grad, i, scale);
+        F m = V::flush(V::load(state.exp_avg + i));
+        F v = V::flush(V::load(state.exp_avg_sq + i));
+        F p = V::flush(V::join(state.weight + i, state.residual + i));
+        m = V::flush(V::add(V::flush(V::mul(m, beta1)), V::flush(V::mul(g, one_minus_beta1))));
+        v = V::flush(V::add(V::flush(V::mul(v, beta2)), V::flush(V::mul(V::flush(V::mul(g, one_minus_beta2)), g))));
+        const F denom = V::add(V::div(V::sqrt(v), sqrt_bias2), eps);
+        p = V::flush(V::mul(p, decay));
+        p = V::flush(V::sub(p, V::flush(V::mul(V::flush(V::div(m, denom)), step_size))));
+        V::store(state.exp_avg + i, V::one_nan(m));
+        V::store(state.exp_avg_sq + i, V::one_nan(v));
+        V::split(V::one_nan(p), state.weight + i, state.residual + i);
+    }
+    return i;
+}
+
+template <class V, int32_t kind>
+void adamw_of(const sf_scalars& s, const sf_state& state, const void* grad, int64_t numel) {
+    const int64_t done = adamw_from<V, kind>(0, s, state, grad, numel);
+    adamw_from<Scalar, kind>(done, s, state, grad, numel);
+}
+
+template <class V>
+void adamw(const sf_scalars& s, const sf_state& state, int32_t grad_kind, const void* grad, int64_t numel) {
+    switch (grad_kind) {
+        case SF_GRAD_BF16: return adamw_of<V, SF_GRAD_BF16>(s, state, grad, numel);
+        case SF_GRAD_FP32: return adamw_of<V, SF_GRAD_FP32>(s, state, grad, numel);
+        default: return adamw_of<V, SF_GRAD_NONE>(s, state, grad, numel);
+    }
+}
+
+template <class V>
+void split(const float* master, uint16_t* weight, int16_t* residual, int64_t numel) {
+    int64_t i = 0;
+    for (; i + V::width <= numel; i += V::width) V::split(V::load(master + i), weight + i, residual + i);
+    for (; i < numel; ++i) Scalar::split(Scalar::load(master + i), weight + i, residual + i);
+}
+
+template <class V>
+void join(const uint16_t* weight, const int16_t* residual, float* master, int64_t numel) {
+    int64_t i = 0;
+    for (; i + V::width <= numel; i += V::width) V::store(master + i, V::join(weight + i, residual + i));
+    for (; i < numel; ++i) Scalar::store(master + i, Scalar::join(weight + i, residual + i));
+}
+
+template <class V>
+void stream(const sf_state& state, const uint16_t* grad, int64_t numel) {
+    int64_t i = 0;
+    for (; i + V::width <= numel; i += V::width) V::stream(state, grad, i);
+    for (; i < numel; ++i) Scalar::stream(state, grad, i);
+}
+
+template <class V>
+constexpr Kernels kernels_of(const char* isa) {
+    return Kernels{isa, adamw<V>, split<V>, join<V>, stream<V>};
+}
+
+}  // namespace

@@ -1,0 +1,225 @@
+"""The door to work on host memory, what it demands of tensors, and its stand-in in torch.
+
+Arguments are checked here, for both implementations: what reaches C++ are pointers and sizes that fit each other.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slideformer.optim import Hyper, join, reference_update, reference_update_rows, split
+
+# Elements the stand-in updates at a time: its ten or so temporaries should stay in the cache. 2-core Sapphire Rapids,
+# 2026-11-30, 16 Mi elements: 23 Mparam/s with 2**18 and 2**20, 7 with 2**16 (calls dominate), 8 with all at once.
+TORCH_CHUNK_NUMEL = 1 << 18
+
+
+class HostKernels(Protocol):
+    """Operations on CPU tensors. All block the caller, write in place, and raise ValueError for a tensor that does
+    not fit (naming it). Results are bit-identical for any implementation, thread count and instruction set. May be
+    called from several threads at once on different tensors. Tensors must be contiguous; any alignment will do."""
+
+    @property
+    def isa(self) -> str:
+        """The instruction set: "avx512", "avx2", "neon", "baseline", or "torch"."""
+        ...
+
+    @property
+    def threads(self) -> int:
+        """Threads that work on one call, the caller counted in."""
+        ...
+
+    def update(
+        self, weight: Tensor, residual: Tensor, grad: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, hyper: Hyper
+    ) -> None:
+        """Apply one AdamW step to a tile.
+
+        weight: bf16 plane, residual: int16 plane, exp_avg, exp_avg_sq: fp32, all [n].
+        grad: bf16 or fp32 [n], or None for zero. Specification: `slideformer.optim.reference_update`.
+        """
+        ...
+
+    def update_rows(
+        self,
+        weight: Tensor,
+        residual: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        rows: Tensor,
+        grad: Tensor | None,
+        grad_rows: Tensor | None,
+        hyper: Hyper,
+    ) -> None:
+        """Apply one AdamW step to some rows of [V, H] planes and moments.
+
+        rows: int64 [n], distinct. grad: bf16 or fp32 [k, H], or None for zero. Row rows[i] takes gradient row
+        grad_rows[i] (int64 [n]; row i if None), or a gradient of zero where that is negative.
+        """
+        ...
+
+    def gather_rows(self, src: Tensor, rows: Tensor, out: Tensor) -> None:
+        """out[i] = src[rows[i]]. src: [V, H] of any dtype, rows: int64 [n], out: [n, H] of src's dtype."""
+        ...
+
+    def split(self, master: Tensor, weight: Tensor, residual: Tensor) -> None:
+        """Write fp32 [n] into its bf16 and int16 planes [n]."""
+        ...
+
+    def join(self, weight: Tensor, residual: Tensor, out: Tensor) -> None:
+        """Write the fp32 master of two planes [n] into out, fp32 [n]."""
+        ...
+
+    def close(self) -> None:
+        """End the threads. No call may be running or follow."""
+        ...
+
+
+class TorchKernels:
+    """`HostKernels` in torch: the specification itself, on one thread of torch's choosing. For machines where the
+    native library could not be built."""
+
+    isa = "torch"
+
+    @property
+    def threads(self) -> int:
+        return torch.get_num_threads()
+
+    def update(
+        self, weight: Tensor, residual: Tensor, grad: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, hyper: Hyper
+    ) -> None:
+        check_tile(weight, residual, grad, exp_avg, exp_avg_sq)
+        for start in range(0, weight.numel(), TORCH_CHUNK_NUMEL):
+            part = slice(start, start + TORCH_CHUNK_NUMEL)
+            part_grad = None if grad is None else grad[part]
+            reference_update(weight[part], residual[part], part_grad, exp_avg[part], exp_avg_sq[part], hyper)
+
+    def update_rows(
+        self,
+        weight: Tensor,
+        residual: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        rows: Tensor,
+        grad: Tensor | None,
+        grad_rows: Tensor | None,
+        hyper: Hyper,
+    ) -> None:
+        check_rows(weight, residual, exp_avg, exp_avg_sq, rows, grad, grad_rows)
+        num_rows, num = weight.shape[0], rows.numel()
+        index = _first((rows < 0) | (rows >= num_rows))
+        if index is None and rows.unique().numel() != num:
+            index = next(i for i in range(num) if rows[i] in rows[:i])
+        if index is None and grad is not None and grad_rows is not None:
+            index = _first(grad_rows >= grad.shape[0])
+        if index is None and grad is not None and grad_rows is None and num > grad.shape[0]:
+            index = grad.shape[0]
+        if index is not None:
+            raise bad_row(index, rows, num_rows, grad, grad_rows)
+        step = max(TORCH_CHUNK_NUMEL // max(weight.shape[1], 1), 1)
+        for start in range(0, num, step):
+            part = slice(start, start + step)
+            part_grad, part_rows = grad, None if grad_rows is None else grad_rows[part]
+            if grad is not None and grad_rows is None:
+                part_grad = grad[:num][part]
+            reference_update_rows(weight, residual, exp_avg, exp_avg_sq, rows[part], part_grad, part_rows, hyper)
+
+    def gather_rows(self, src: Tensor, rows: Tensor, out: Tensor) -> None:
+        check_gather(src, rows, out)
+        index = _first((rows < 0) | (rows >= src.shape[0]))
+        if index is not None:
+            raise bad_row(index, rows, src.shape[0], None, None)
+        torch.index_select(src, 0, rows, out=out)
+
+    def split(self, master: Tensor, weight: Tensor, residual: Tensor) -> None:
+        check_planes(master, weight, residual)
+        split(master, weight, residual)
+
+    def join(self, weight: Tensor, residual: Tensor, out: Tensor) -> None:
+        check_planes(out, weight, residual, master_name="out")
+        out.copy_(join(weight, residual))
+
+    def close(self) -> None:
+        pass
+
+
+def check_tile(weight: Tensor, residual: Tensor, grad: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    """Raise ValueError unless these can be the tensors of `HostKernels.update`."""
+    shape = weight.shape
+    _check("weight", weight, (torch.bfloat16,), shape, num_dims=1)
+    _check("residual", residual, (torch.int16,), shape)
+    _check("exp_avg", exp_avg, (torch.float32,), shape)
+    _check("exp_avg_sq", exp_avg_sq, (torch.float32,), shape)
+    if grad is not None:
+        _check("grad", grad, (torch.bfloat16, torch.float32), shape)
+
+
+def check_rows(
+    weight: Tensor,
+    residual: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    rows: Tensor,
+    grad: Tensor | None,
+    grad_rows: Tensor | None,
+) -> None:
+    """Raise ValueError unless these can be the tensors of `HostKernels.update_rows`, row numbers left aside."""
+    shape = weight.shape
+    _check("weight", weight, (torch.bfloat16,), shape, num_dims=2)
+    _check("residual", residual, (torch.int16,), shape)
+    _check("exp_avg", exp_avg, (torch.float32,), shape)
+    _check("exp_avg_sq", exp_avg_sq, (torch.float32,), shape)
+    _check("rows", rows, (torch.int64,), rows.shape, num_dims=1)
+    if grad is not None:
+        _check("grad", grad, (torch.bfloat16, torch.float32), (*grad.shape[:1], shape[1]))
+    if grad_rows is not None:
+        _check("grad_rows", grad_rows, (torch.int64,), rows.shape)
+
+
+def check_gather(src: Tensor, rows: Tensor, out: Tensor) -> None:
+    """Raise ValueError unless these can be the tensors of `HostKernels.gather_rows`, row numbers left aside."""
+    _check("src", src, (src.dtype,), src.shape, num_dims=2)
+    _check("rows", rows, (torch.int64,), rows.shape, num_dims=1)
+    _check("out", out, (src.dtype,), (rows.numel(), src.shape[1]))
+
+
+def check_planes(master: Tensor, weight: Tensor, residual: Tensor, *, master_name: str = "master") -> None:
+    """Raise ValueError unless these can be an fp32 master and its two planes."""
+    _check("weight", weight, (torch.bfloat16,), weight.shape, num_dims=1)
+    _check("residual", residual, (torch.int16,), weight.shape)
+    _check(master_name, master, (torch.float32,), weight.shape)
+
+
+def bad_row(index: int, rows: Tensor, num_rows: int, grad: Tensor | None, grad_rows: Tensor | None) -> ValueError:
+    """What is wrong with entry `index` of rows, or else of grad_rows."""
+    row = int(rows[index])
+    if not 0 <= row < num_rows:
+        return ValueError(f"rows[{index}] is {row}, must be at least 0 and less than {num_rows}, the number of rows")
+    if row in rows[:index]:
+        return ValueError(f"rows[{index}] is {row}, which occurs before; give every row once")
+    assert grad is not None
+    found = (
+        f"grad_rows[{index}] is {int(grad_rows[index])}" if grad_rows is not None else f"rows has {len(rows)} entries"
+    )
+    return ValueError(f"{found}, but grad has {grad.shape[0]} rows; every row needs a row of grad or a negative number")
+
+
+def _check(
+    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], *, num_dims: int | None = None
+) -> None:
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}, must be {' or '.join(str(d) for d in dtypes)}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on {tensor.device}, must be on the CPU")
+    if num_dims is not None and tensor.dim() != num_dims:
+        raise ValueError(f"{name} has {tensor.dim()} dimensions, must have {num_dims}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, must be {list(shape)} like the others")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}, must be contiguous")
+
+
+def _first(mask: Tensor) -> int | None:
+    return int(mask.nonzero()[0]) if bool(mask.any()) else None
