@@ -1,0 +1,11 @@
+"""What holds for every test: few torch threads. Timeouts and thread exceptions are set in pyproject.toml."""
+
+import pytest
+import torch
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
