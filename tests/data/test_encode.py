@@ -1,0 +1,117 @@
+"""Text, prompt and completion rows, end tokens, and rows that are too long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slideformer.data.encode import IGNORED, Remark, Sample, encode_row
+from slideformer.data.formats import RawRow, Reason, UnusableRow
+from slideformer.errors import BadInput
+
+EOS_ID = 258
+
+
+def chat(*turns: str) -> dict[str, object]:
+    """A row of messages: user and assistant in turn."""
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]}
+
+
+def encode_one(columns: dict[str, object] | str, codec, config) -> Sample:
+    (sample,) = encode_row(RawRow(Path("rows.jsonl"), 5, columns), codec, config)
+    return sample
+
+
+def learned(sample: Sample, codec) -> str:
+    return codec.tokenizer.decode(sample.labels[sample.labels != IGNORED])
+
+
+@pytest.mark.parametrize("adds", ["nothing", "bos", "eos", "both"])
+def test_plain_text_gets_one_end_token_and_the_tokenizers_own_bos_once(make_codec, make_config, adds) -> None:
+    codec = make_codec(add_bos=adds in ("bos", "both"), add_eos=adds in ("eos", "both"))
+    sample = encode_one({"text": "abc"}, codec, make_config())
+    expected = ("<bos>" if adds in ("bos", "both") else "") + "abc<eos>"
+    assert codec.tokenizer.decode(sample.input_ids) == expected
+    assert sample.labels.tolist() == sample.input_ids.tolist()
+
+
+def test_the_label_of_a_real_end_token_is_the_end_token_though_it_is_also_the_pad_token(codec, make_config) -> None:
+    assert codec.pad_id == EOS_ID
+    sample = encode_one({"text": "abc"}, codec, make_config())
+    assert sample.labels[-1] == EOS_ID
+
+
+@pytest.mark.parametrize("only", [True, False])
+def test_of_prompt_and_completion_only_the_completion_is_learned_unless_asked(codec, make_config, only) -> None:
+    sample = encode_one({"prompt": "2+2=", "completion": "4"}, codec, make_config(completion_only_loss=only))
+    assert learned(sample, codec) == ("4<eos>" if only else "2+2=4<eos>")
+
+
+def test_the_boundary_of_a_completion_is_the_common_prefix_of_the_ids(make_codec, make_config) -> None:
+    codec = make_codec(merges=(("=", "4"),), add_bos=True, add_eos=True)
+    sample = encode_one({"prompt": "2+2=", "completion": "4"}, codec, make_config())
+    assert learned(sample, codec) == "=4<eos>"
+
+
+def test_prompt_and_completion_as_messages_learn_the_completion(codec, make_config) -> None:
+    turns = chat("a", "b", "c", "d")["messages"]
+    sample = encode_one({"prompt": turns[:3], "completion": turns[3:]}, codec, make_config())
+    assert learned(sample, codec) == "d<end>"
+
+
+def test_a_document_is_cut_into_pieces_and_loses_nothing(codec, make_config) -> None:
+    text = "abcdefghijk"
+    pieces = list(encode_row(RawRow(Path("book.txt"), 1, text), codec, make_config(max_length=4)))
+    assert [len(p) for p in pieces] == [4, 4, 4]
+    assert "".join(codec.tokenizer.decode(p.input_ids) for p in pieces) == text + "<eos>"
+
+
+def test_a_last_piece_of_one_token_is_left_out_because_nothing_in_it_can_be_predicted(codec, make_config) -> None:
+    pieces = list(encode_row(RawRow(Path("book.txt"), 1, "abcd"), codec, make_config(max_length=4)))
+    assert [codec.tokenizer.decode(p.input_ids) for p in pieces] == ["abcd"]
+
+
+def test_a_prompt_that_fills_max_length_leaves_no_target(codec, make_config) -> None:
+    with pytest.raises(
+        UnusableRow, match="no target tokens left: none of its 32 tokens is to be learned after cutting"
+    ):
+        encode_one({"prompt": "x" * 64, "completion": "y"}, codec, make_config(max_length=32))
+
+
+def test_a_learned_first_token_alone_is_no_target(make_codec, make_config) -> None:
+    # Nothing stands before the first token, so nothing can predict it.
+    silent = make_codec(stops=())
+    with pytest.raises(UnusableRow) as caught:
+        encode_one({"text": "a"}, silent, make_config())
+    assert caught.value.reason is Reason.NO_TARGET
+    assert encode_one({"text": "ab"}, silent, make_config()).num_target_tokens == 1
+
+
+def test_too_long_is_cut_and_remarked_dropped_or_raised(codec, make_config) -> None:
+    row = {"prompt": "abc", "completion": "defgh"}
+    cut = encode_one(row, codec, make_config(max_length=6))
+    assert (learned(cut, codec), cut.remarks) == ("def", {Remark.TRUNCATED})
+    with pytest.raises(UnusableRow, match="too long: 9 tokens, max_length is 6"):
+        encode_one(row, codec, make_config(max_length=6, excess_length_strategy="drop"))
+    with pytest.raises(BadInput, match="rows.jsonl:5: too long: 9 tokens, max_length is 6: raise max_length"):
+        encode_one(row, codec, make_config(max_length=6, excess_length_strategy="raise"))
+
+
+def test_an_answer_that_does_not_end_with_a_stop_token_is_remarked(make_codec, make_config) -> None:
+    ended = encode_one(chat("q", "a"), make_codec(), make_config())
+    assert ended.remarks == frozenset()
+    not_a_stop = encode_one(chat("q", "a"), make_codec(stops=("<eos>",)), make_config())
+    assert not_a_stop.remarks == {Remark.UNTERMINATED}
+
+
+def test_a_row_of_which_all_is_learned_is_remarked_when_prompts_should_not_be(codec, make_config) -> None:
+    assert encode_one({"prompt": "", "completion": "abc"}, codec, make_config()).remarks == {Remark.UNMASKED}
+    whole = make_config(completion_only_loss=False)
+    assert encode_one({"prompt": "a", "completion": "abc"}, codec, whole).remarks == frozenset()
+
+
+def test_num_target_tokens_leaves_out_the_first_token(codec, make_config) -> None:
+    sample = encode_one({"text": "abc"}, codec, make_config())
+    assert (len(sample), sample.num_target_tokens) == (4, 3)
