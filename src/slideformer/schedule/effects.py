@@ -1,0 +1,231 @@
+"""What every kind of op must need and leave, stated a second time and independently of the program.
+
+The program chooses the order of the ops and the position of every buffer; nothing here knows either. What an op of one
+kind does for its unit, tile and micro-batch is fixed, and this file is where it is written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from slideformer.layout import Layout, UnitKind
+from slideformer.schedule.ops import Content, Op, OpKind, Place
+from slideformer.schedule.options import StepOptions, Update
+
+STATE = (Place.WEIGHT, Place.RESIDUAL, Place.MOMENTS)
+
+
+class Effect(NamedTuple):
+    """An access without its position: the role, the kind of buffer, what is found there and what is left there."""
+
+    role: str
+    place: Place
+    needs: Content | None
+    leaves: Content | None
+
+
+class Effects:
+    """The effects of every op of the plans of one layout and one set of options."""
+
+    def __init__(self, layout: Layout, options: StepOptions) -> None:
+        self.layout, self.options = layout, options
+        self.trained = [u.train_numel > 0 for u in layout.units]
+        self.num_tiles = [len(layout.tiles(i)) for i in range(len(layout.units))]
+        self.boundary = {unit: b for b, unit in enumerate(layout.blocks)}
+        self.glue, self.final = layout.find(UnitKind.GLUE), layout.find(UnitKind.FINAL)
+        self.eager = options.update is Update.EAGER
+        below = [0, *([] if self.glue is None else [self.glue]), *layout.blocks]
+        self.lowest = min((u for u in below if self.trained[u]), default=len(layout.units))
+
+    def of(self, op: Op) -> list[Effect]:
+        """In no particular order."""
+        for group in (self._up, self._across, self._down, self._reduced, self._host):
+            found = list(group(op))
+            if found:
+                return found
+        raise AssertionError(f"{op} is of a kind without effects")
+
+    def norms(self) -> list[tuple[int, int]]:
+        """(unit, part) of every norm of a step. Part 1 of the table: the rows that the batch touches."""
+        parts = [(u, 0) for u, trained in enumerate(self.trained) if trained and (u or self.layout.tied)]
+        return parts + ([(0, 1)] if self.trained[0] else [])
+
+    def _up(self, op: Op) -> Iterator[Effect]:
+        unit, tile, micro = op.unit, op.tile, op.micro
+        match op.kind:
+            case OpKind.LOAD:
+                yield Effect("batch", Place.BATCH, None, ("batch",))
+            case OpKind.GATHER:
+                for table_tile in range(self.num_tiles[0]):
+                    yield from self._planes(0, table_tile)
+                yield Effect("rows", Place.ROWS_HOST, None, ("rows",))
+            case OpKind.UPLOAD:
+                yield from self._planes(unit, tile)
+                place = Place.SLOT if unit in self.boundary else Place.DENSE
+                yield Effect("target", place, ("weights", unit, tile) if tile else None, ("weights", unit, tile + 1))
+            case OpKind.EMBED:
+                yield from self._embedding()
+                yield Effect("call", Place.CALL, None, ("call", micro))
+                yield Effect("hidden", Place.HIDDEN, None, ("x", 0, micro))
+            case OpKind.FORWARD:
+                yield from self._block(unit, micro)
+                yield Effect("hidden", Place.HIDDEN, None, ("x", self.boundary[unit] + 1, micro))
+
+    def _across(self, op: Op) -> Iterator[Effect]:
+        """Ops that copy a content as it is."""
+        value = next((a.needs for a in op.accesses if a.role == "source"), None) or ()
+        match op.kind:
+            case OpKind.UPLOAD_ROWS:
+                yield from _copy(Place.ROWS_HOST, Place.ROWS, ("rows",))
+            case OpKind.SPILL if value[:1] in (("x",), ("d",)) and value[2] == op.micro:
+                yield from _copy(Place.HIDDEN, Place.SAVED, value)
+            case OpKind.FETCH if value[:1] in (("x",), ("d",)) and value[2] == op.micro:
+                yield from _copy(Place.SAVED, Place.HIDDEN, value)
+            case OpKind.REPORT if value[:2] == ("norm", op.unit):
+                yield from _copy(Place.NORM, Place.NORM_HOST, value)
+            case OpKind.SPILL | OpKind.FETCH | OpKind.REPORT:
+                yield Effect("source", Place.HIDDEN, (f"a content of {op}",), None)
+            case OpKind.DOWNLOAD_ROWS:
+                yield from _copy(Place.ROW_GRAD, Place.ROW_GRAD_HOST, ("row_grad",))
+            case OpKind.REPORT_LOSS:
+                yield Effect("source", Place.LOSS, ("loss", self.options.micro_batches), None)
+                yield Effect("target", Place.LOSS_HOST, None, ("loss",))
+            case OpKind.DOWNLOAD:
+                place = Place.GRAD if op.unit in self.boundary else Place.DENSE_GRAD
+                yield Effect("source", place, ("grad", op.unit), None)
+                yield Effect("target", self._landing(), None, ("landed", op.unit, op.tile))
+
+    def _down(self, op: Op) -> Iterator[Effect]:
+        unit, micro, top = op.unit, op.micro, len(self.layout.blocks)
+        match op.kind:
+            case OpKind.HEAD | OpKind.HEAD_LOSS:
+                yield Effect("batch", Place.BATCH, ("batch",), None)
+                yield self._weights("output", self.layout.output)
+                if self.final is not None:
+                    yield self._weights("final", self.final)
+                yield Effect("input", Place.HIDDEN, ("x", top, micro), None)
+                yield Effect("loss", Place.LOSS, ("loss", micro) if micro else None, ("loss", micro + 1))
+                if op.kind is OpKind.HEAD:
+                    if self.lowest < len(self.layout.units):
+                        yield Effect("hidden_grad", Place.HIDDEN, None, ("d", top, micro))
+                    yield from self._partial("output_grad", self.layout.output, micro)
+                    yield from self._partial("final_grad", self.final, micro)
+            case OpKind.BACKWARD:
+                block = self.boundary[unit]
+                below = ("d", block, micro) if self.lowest < unit else None
+                yield from self._block(unit, micro)
+                yield Effect("hidden_grad", Place.HIDDEN, ("d", block + 1, micro), below)
+                yield from self._partial("grad", unit, micro)
+            case OpKind.EMBED_BACKWARD:
+                yield from self._embedding()
+                yield Effect("hidden_grad", Place.HIDDEN, ("d", 0, micro), None)
+                yield from self._partial("glue_grad", self.glue, micro)
+                if self.trained[0]:
+                    needs = ("row_sum", micro) if micro or self.layout.tied else None
+                    yield Effect("row_grad", self._row_sum(), needs, ("row_sum", micro + 1))
+
+    def _reduced(self, op: Op) -> Iterator[Effect]:
+        unit, full = op.unit, self.options.micro_batches
+        match op.kind:
+            case OpKind.REDUCE | OpKind.REDUCE_OUTPUT:
+                place = Place.GRAD if unit in self.boundary else Place.DENSE_GRAD
+                yield from _sum(self._sum(unit), place, ("sum", unit, full), ("grad", unit))
+                yield Effect("norm", Place.NORM, None, ("norm", unit, 0))
+                if op.kind is OpKind.REDUCE_OUTPUT and self.layout.tied:
+                    yield Effect("batch", Place.BATCH, ("batch",), None)
+                    yield Effect("row_grad", self._row_sum(), None, ("row_sum", 0))
+            case OpKind.REDUCE_ROWS:
+                yield from _sum(self._row_sum(), Place.ROW_GRAD, ("row_sum", full), ("row_grad",))
+                yield Effect("norm", Place.NORM, None, ("norm", 0, 1))
+
+    def _host(self, op: Op) -> Iterator[Effect]:
+        unit, tile = op.unit, op.tile
+        loss = Effect("loss", Place.LOSS_HOST, ("loss",), None)
+        norms = [Effect("norms", Place.NORM_HOST, ("norm", *key), None) for key in self.norms()]
+        match op.kind:
+            case OpKind.RESULT:
+                yield loss
+            case OpKind.GUARD:
+                yield from (loss, Effect("verdict", Place.VERDICT, None, ("verdict",)))
+            case OpKind.DECIDE:
+                yield from (loss, *norms, Effect("verdict", Place.VERDICT, None, ("verdict",)))
+            case OpKind.TOTAL:
+                yield from (*norms, Effect("verdict", Place.VERDICT, ("verdict",), None))
+            case OpKind.UPDATE:
+                yield Effect("grad", self._landing(), ("landed", unit, tile), None)
+                yield from self._permits(unit, 0)
+                yield from _state(unit, tile, 0, 1)
+            case OpKind.UPDATE_REST if self.layout.tied:
+                yield Effect("grad", self._landing(), ("landed", 0, tile), None)
+                yield from self._permits(0, 0)
+                yield from _state(0, tile, 0, "rest")
+            case OpKind.UPDATE_REST:
+                yield Effect("verdict", Place.VERDICT, ("verdict",), None)
+                yield from _state(0, tile, 0, "rest")
+            case OpKind.UPDATE_ROWS:
+                yield Effect("grad", Place.ROW_GRAD_HOST, ("row_grad",), None)
+                yield from self._permits(0, 1)
+                for table_tile in range(self.num_tiles[0]):
+                    yield from _state(0, table_tile, "rest", 1)
+
+    # pieces
+
+    def _planes(self, unit: int, tile: int) -> Iterator[Effect]:
+        for place in STATE[: 2 if self.options.fp32_compute else 1]:
+            yield Effect(str(place), place, (str(place), unit, tile, 0), None)
+
+    def _weights(self, role: str, unit: int) -> Effect:
+        place = Place.SLOT if unit in self.boundary else Place.DENSE
+        return Effect(role, place, ("weights", unit, self.num_tiles[unit]), None)
+
+    def _block(self, unit: int, micro: int) -> Iterator[Effect]:
+        yield self._weights("weights", unit)
+        yield Effect("call", Place.CALL, ("call", micro), None)
+        yield Effect("input", Place.HIDDEN, ("x", self.boundary[unit], micro), None)
+
+    def _embedding(self) -> Iterator[Effect]:
+        yield Effect("batch", Place.BATCH, ("batch",), None)
+        yield Effect("rows", Place.ROWS, ("rows",), None)
+        if self.glue is not None:
+            yield self._weights("glue", self.glue)
+
+    def _partial(self, role: str, unit: int | None, micro: int) -> Iterator[Effect]:
+        if unit is not None and self.trained[unit]:
+            needs = ("sum", unit, micro) if micro else None
+            yield Effect(role, self._sum(unit), needs, ("sum", unit, micro + 1))
+
+    def _sum(self, unit: int) -> Place:
+        """Micro-batches add up in fp32: beside a bf16 gradient, unless there is one micro-batch of a block."""
+        if unit in self.boundary:
+            return Place.GRAD if self.options.fp32_compute or self.options.micro_batches == 1 else Place.GRAD_SUM
+        return Place.DENSE_GRAD if self.options.fp32_compute else Place.DENSE_SUM
+
+    def _row_sum(self) -> Place:
+        return Place.ROW_GRAD if self.options.fp32_compute else Place.ROW_SUM
+
+    def _landing(self) -> Place:
+        return Place.RING if self.eager else Place.GRAD_HOST
+
+    def _permits(self, unit: int, part: int) -> Iterator[Effect]:
+        yield Effect("verdict", Place.VERDICT, ("verdict",), None)
+        if self.eager:
+            yield Effect("norms", Place.NORM_HOST, ("norm", unit, part), None)
+
+
+def _copy(source: Place, target: Place, value: Content) -> Iterator[Effect]:
+    yield Effect("source", source, value, None)
+    yield Effect("target", target, None, value)
+
+
+def _sum(total: Place, grad: Place, full: Content, done: Content) -> Iterator[Effect]:
+    if total is grad:
+        yield Effect("grad", grad, full, done)
+    else:
+        yield Effect("sum", total, full, None)
+        yield Effect("grad", grad, None, done)
+
+
+def _state(unit: int, tile: int, needs: int | str, leaves: int | str) -> Iterator[Effect]:
+    for place in STATE:
+        yield Effect(str(place), place, (str(place), unit, tile, needs), (str(place), unit, tile, leaves))
