@@ -1,0 +1,42 @@
+"""Ctrl-C and SIGTERM: the first asks the run to end after the step it is in, the second ends it at once."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Self
+
+
+class Stopped(Exception):  # noqa: N818 nothing went wrong
+    """The run ended early because of a signal. The process should exit with 128 + signum."""
+
+    def __init__(self, signum: int, where: str) -> None:
+        self.signum = signum
+        super().__init__(f"stopped by {signal.Signals(signum).name} {where}")
+
+
+class StopRequests:
+    """Catches SIGINT and SIGTERM while it is entered. Only in the main thread."""
+
+    def __init__(self) -> None:
+        self._signum: int | None = None
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            self._previous[signum] = signal.signal(signum, self._caught)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    def _caught(self, signum: int, _frame: FrameType | None) -> None:
+        if self._signum is not None:
+            raise Stopped(signum, "at once, because it was the second signal")
+        self._signum = signum
+
+    def raise_if_asked(self, where: str) -> None:
+        """Raise Stopped if a signal has come. where: what to say about how far the run is."""
+        if self._signum is not None:
+            raise Stopped(self._signum, where)
