@@ -1,7 +1,7 @@
 """Where hidden states and hidden gradients lie during a step: device positions, and host positions when spilled.
 
 A value gets a device position of its own while the pool lasts; the others pass through a ring whose positions are
-taken oldest first, so that a fetch can run ahead of the op that needs it. A value that is pushed out of the ring and
+taken in turn, so that a fetch can run ahead of the op that needs it. A value that is pushed out of the ring and
 has uses left is spilled first. Program order is all this file thinks about; overlap follows from the waits.
 """
 
@@ -85,8 +85,14 @@ class HiddenPositions:
             self._free_pool.append(position)
 
     def _take_ring(self, keep: tuple[Content, ...]) -> int:
+        """The oldest free position while two or more are free, so that the next fetch need not wait for the op before
+        it; else the oldest. Pushing a live value out earlier costs a spill and a fetch, later it costs the overlap
+        (28 blocks of 11 + 33 ms, 2 micro-batches, no pool, ring of 4, simulated: 84 spills and 1.53 s a step for the
+        oldest always, 56 and 1.43 s for this)."""
         held = {self._at[v] for v in keep if v in self._at}
-        position = next(p for p in self._ring if p not in held)
+        choice = [p for p in self._ring if p not in held]
+        free = [p for p in choice if p not in self._content]
+        position = free[0] if len(free) > 1 else choice[0]
         self._ring.remove(position)
         self._ring.append(position)
         value = self._content.pop(position, None)

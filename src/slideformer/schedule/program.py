@@ -69,6 +69,11 @@ class Program:
     # the walk up
 
     def begin(self) -> None:
+        self.load_rows()
+        self.upload_glue()
+        self.upload_blocks(0)
+
+    def load_rows(self) -> None:
         rows_host, rows = Buffer(Place.ROWS_HOST), Buffer(Place.ROWS)
         self.emit(OpKind.LOAD, LaneName.UPLOAD, Access("batch", Buffer(Place.BATCH), None, ("batch",)))
         tiles = self.layout.tiles(self.table)
@@ -81,9 +86,10 @@ class Program:
             Access("target", rows, None, ("rows",)),
             unit=self.table,
         )
+
+    def upload_glue(self) -> None:
         if self.glue is not None:
             self.upload(self.glue, Buffer(Place.DENSE, (self.glue,)))
-        self.upload_blocks(0)
 
     def upload_blocks(self, after: int) -> None:
         for block, slot in self.uploads[after]:

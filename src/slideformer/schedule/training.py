@@ -40,7 +40,11 @@ class _TrainingProgram(Program):
         saved = [("x", b, m) for b in range(self.floor, num_blocks) for m in range(self.num_micro)]
         room = options.hidden_pool - self.pooled_grads
         self.pooled_inputs = set(saved[max(len(saved) - room, 0) :])
+        # the head's inputs need positions only until the gradients take them, but for one that is there beside the last
+        self.pooled_inputs |= {("x", num_blocks, m) for m in range(self.pooled_grads - 1)}
         self.next_ring = 0
+        downward = [u for u in reversed(self.blocks) if self.trained[u]]
+        self.grad_slot = {unit: i % options.grad_slots for i, unit in enumerate(downward)}
         self.vocabulary_tiles: deque[tuple[int, int]] = deque()
         self.norms: list[tuple[int, int]] = []
 
@@ -65,6 +69,17 @@ class _TrainingProgram(Program):
             self.emit(OpKind.TOTAL, LaneName.UPDATE, *self.host_norms(), self.verdict())
         return tuple(self.ops)
 
+    def begin(self) -> None:
+        """Uploads start in the order in which the step before finishes its updates: an eager one goes down the blocks
+        and ends with the rows, a deferred one goes up. So none queues behind one that cannot start yet."""
+        if self.deferred:
+            super().begin()
+            return
+        for block, slot in reversed(self.uploads[0]):
+            self.upload(self.blocks[block], Buffer(Place.SLOT, (slot,)))
+        self.load_rows()
+        self.upload_glue()
+
     def uses(self, value: Content) -> int:
         return 2 if self.floor <= value[1] < len(self.blocks) else 1
 
@@ -84,7 +99,7 @@ class _TrainingProgram(Program):
 
     def grad_buffer(self, unit: int) -> Buffer:
         if self.layout.units[unit].kind is UnitKind.BLOCK:
-            return Buffer(Place.GRAD, (unit % self.options.grad_slots,))
+            return Buffer(Place.GRAD, (self.grad_slot[unit],))
         return Buffer(Place.DENSE_GRAD, (unit,))
 
     def row_buffer(self) -> Buffer:
@@ -129,7 +144,7 @@ class _TrainingProgram(Program):
         return Access("verdict", Buffer(Place.VERDICT), ("verdict",), None)
 
     def host_norms(self) -> list[Access]:
-        return [Access("norms", Buffer(Place.NORM_HOST, key), ("norm", *key), None) for key in self.norms]
+        return [Access("norms", Buffer(Place.NORM_HOST, key), ("norm", *key), None) for key in sorted(self.norms)]
 
     # the walk down
 
