@@ -1,0 +1,116 @@
+"""The protocol of a device: lanes that run work in order, marks that others wait for, and memory.
+
+A lane is a FIFO with a thread of its own. On the CPU that thread does the work; on CUDA the thread of a device lane
+launches work on the lane's stream, and the thread of a host lane does host work. `run` and `wait` return at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from slideformer.errors import BadInput, RunFailed
+
+
+class LaneFailure(RunFailed):
+    """The first failure of any lane. `__cause__` is the exception itself, with its own traceback.
+
+    lane: the lane it happened in. label: what it was running.
+    """
+
+    def __init__(self, lane: str, label: str, cause: BaseException) -> None:
+        super().__init__(f"lane {lane} failed in {label}: {type(cause).__name__}: {cause}")
+        self.lane, self.label = lane, label
+        self.__cause__ = cause
+
+
+class Mark(Protocol):
+    """A point in a lane."""
+
+    def wait(self) -> None:
+        """Block the calling thread until all work before the mark is done. Raises LaneFailure if it never will be."""
+
+    @property
+    def completed(self) -> bool:
+        """The work was run to its end: neither waiting, nor failed, nor dropped after a failure."""
+
+    def span_s(self) -> tuple[float, float]:
+        """Start and end of the work that the mark closes, in seconds of `time.perf_counter`. Only after `wait`."""
+
+
+class Lane(Protocol):
+    """A FIFO of work. Not for use by several threads at once."""
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self, work: Callable[[], None], label: str = "") -> Mark:
+        """Queue work; returns its mark at once. After a failure anywhere, queued work is dropped, not run."""
+        ...
+
+    def wait(self, mark: Mark) -> None:
+        """Queue a wait: what is queued after this runs after `mark`. Returns at once."""
+        ...
+
+
+class Device(Protocol):
+    """Lanes and memory of one device. Context manager: `close` ends every thread and frees what was page-locked.
+
+    poisons: freed buffers are filled with NaN, so that a read that comes too late or too early is seen.
+    """
+
+    kind: str
+    torch_device: torch.device
+    poisons: bool
+
+    @property
+    def failure(self) -> LaneFailure | None: ...
+
+    @property
+    def page_locked_nbytes(self) -> int: ...
+
+    def lane(self, name: str, *, host: bool) -> Lane:
+        """A new lane; `host`: its work is done by its thread, not launched on the device."""
+        ...
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Device memory that lanes share, [numel]; contents undefined. Raises DoesNotFit when there is none left."""
+        ...
+
+    def page_lock(self, tensor: torch.Tensor) -> bool:
+        """Page-lock host memory in place, for asynchronous copies. False, and a warning, where it is refused."""
+        ...
+
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a small host tensor that can be copied to the device without blocking."""
+        ...
+
+    def anchor(self) -> None:
+        """Tie the device's clock to the host's, for `Mark.span_s` of what is run from now on."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until every lane is idle. Raises LaneFailure."""
+        ...
+
+    def peak_nbytes(self) -> int:
+        """Most device memory allocated at once so far (on the CPU: what `empty` handed out)."""
+        ...
+
+    def close(self) -> None: ...
+    def __enter__(self) -> Device: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+
+def open_device(name: str = "auto") -> Device:
+    """The CUDA device, or the CPU. name: "auto" (CUDA where there is one), "cpu" or "cuda"."""
+    from slideformer.device.cpu import CpuDevice
+    from slideformer.device.cuda import CudaDevice, cuda_available
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise BadInput(f"device is {name!r}, must be auto, cpu or cuda")
+    if name == "cuda" and not cuda_available():
+        raise BadInput("device is cuda, but torch sees no CUDA device here; use device: cpu, or install a CUDA torch")
+    return CudaDevice() if name != "cpu" and cuda_available() else CpuDevice()

@@ -1,0 +1,191 @@
+"""CUDA (and ROCm through the same torch API) as a device. The only file that says torch.cuda.
+
+A device lane is a stream with a launcher thread: the thread waits until what it depends on has been *launched*, then
+makes the stream wait for it; so a launcher may run far ahead of the device. It blocks only for host lanes' work.
+A host lane waits for events in the kernel, not spinning: the cores belong to the update.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from slideformer.device.api import Lane, LaneFailure
+from slideformer.device.lanes import Fault, HostMark, ThreadLane
+from slideformer.errors import DoesNotFit
+
+log = logging.getLogger(__name__)
+
+
+def cuda_available() -> bool:
+    return torch.cuda.is_available()
+
+
+class _Anchor:
+    """One moment on both clocks."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        stream.synchronize()
+        self.event.record(stream)
+        self.event.synchronize()
+        self.host_s = time.perf_counter()
+
+
+class StreamMark(HostMark):
+    """Closes work on a stream. `wait_issued` returns once it has been launched; `wait` once it is done."""
+
+    __slots__ = ("anchor", "done", "start")
+
+    def __init__(self, fault: Fault, anchor: _Anchor) -> None:
+        super().__init__(fault)
+        self.anchor = anchor
+        self.start = torch.cuda.Event(enable_timing=True)
+        self.done = torch.cuda.Event(enable_timing=True, blocking=True)
+
+    def wait(self) -> None:
+        super().wait()
+        self.done.synchronize()
+
+    @property
+    def completed(self) -> bool:
+        return super().completed and self.done.query()
+
+    def span_s(self) -> tuple[float, float]:
+        base = self.anchor
+        start, end = (base.event.elapsed_time(e) / 1e3 for e in (self.start, self.done))
+        return base.host_s + start, base.host_s + end
+
+
+class CudaHostLane(ThreadLane):
+    """Host work that may wait for streams."""
+
+    def __init__(self, name: str, device: CudaDevice) -> None:
+        self._device = device
+        super().__init__(name, device.fault)
+
+    def prepare(self) -> None:
+        torch.cuda.set_device(self._device.torch_device)
+
+    def await_mark(self, mark: HostMark) -> None:
+        mark.wait_issued()
+        if isinstance(mark, StreamMark) and self.fault.first is None:
+            mark.done.synchronize()
+
+
+class StreamLane(CudaHostLane):
+    """Work launched on a stream of its own."""
+
+    def __init__(self, name: str, device: CudaDevice) -> None:
+        self.stream = torch.cuda.Stream(device.torch_device)
+        super().__init__(name, device)
+
+    def prepare(self) -> None:
+        super().prepare()
+        torch.cuda.set_stream(self.stream)
+
+    def new_mark(self) -> HostMark:
+        return StreamMark(self.fault, self._device.clock)
+
+    def execute(self, work: Callable[[], None], mark: HostMark) -> None:
+        assert isinstance(mark, StreamMark)
+        mark.start.record(self.stream)
+        work()
+        mark.done.record(self.stream)
+        mark.end_s = time.perf_counter()  # launched; `span_s` asks the stream's events
+
+    def await_mark(self, mark: HostMark) -> None:
+        mark.wait_issued()
+        if isinstance(mark, StreamMark) and self.fault.first is None:
+            self.stream.wait_event(mark.done)
+
+
+class CudaDevice:
+    """See `Device`."""
+
+    kind = "cuda"
+    poisons = False
+
+    def __init__(self, index: int = 0) -> None:
+        self.torch_device = torch.device("cuda", index)
+        self.fault = Fault()
+        self._lanes: list[CudaHostLane] = []
+        self._locked: list[torch.Tensor] = []
+        self._clock_stream = torch.cuda.Stream(self.torch_device)
+        self.clock = _Anchor(self._clock_stream)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    @property
+    def failure(self) -> LaneFailure | None:
+        return self.fault.first
+
+    @property
+    def page_locked_nbytes(self) -> int:
+        return sum(t.nbytes for t in self._locked)
+
+    def lane(self, name: str, *, host: bool) -> Lane:
+        lane = CudaHostLane(name, self) if host else StreamLane(name, self)
+        self._lanes.append(lane)
+        return lane
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return torch.empty(numel, dtype=dtype, device=self.torch_device)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.torch_device)
+            need = numel * dtype.itemsize / 2**30
+            raise DoesNotFit(
+                f"the GPU has no {need:.2f} GiB left for a buffer ({free / 2**30:.2f} of {total / 2**30:.2f} GiB are "
+                "free): lower window, max_length or the batch size, or free the GPU"
+            ) from error
+
+    def page_lock(self, tensor: torch.Tensor) -> bool:
+        if tensor.nbytes == 0:
+            return True
+        status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+        if int(status) != 0:
+            log.warning(
+                "%.2f GiB of host memory could not be page-locked (%s): copies from it run at about a seventh of the "
+                "link's speed and block their lane",
+                tensor.nbytes / 2**30,
+                status,
+            )
+            return False
+        self._locked.append(tensor)
+        return True
+
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory()
+
+    def anchor(self) -> None:
+        self.clock = _Anchor(self._clock_stream)
+
+    def synchronize(self) -> None:
+        for mark in [lane.run(lambda: None, "synchronize") for lane in self._lanes]:
+            mark.wait()
+
+    def peak_nbytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
+    def reserved_nbytes(self) -> int:
+        """Most memory that torch's allocator held at once, used or not."""
+        return torch.cuda.max_memory_reserved(self.torch_device)
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+        self._lanes.clear()
+        if self.fault.first is None:
+            torch.cuda.synchronize(self.torch_device)
+        for tensor in self._locked:
+            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+        self._locked.clear()
+
+    def __enter__(self) -> CudaDevice:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

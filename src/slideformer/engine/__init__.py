@@ -1,0 +1,7 @@
+"""Runs proven plans: one training step, one evaluation."""
+
+from slideformer.engine.engine import Engine
+from slideformer.engine.options import EngineOptions
+from slideformer.engine.run import NonFinite, StepResult
+
+__all__ = ["Engine", "EngineOptions", "NonFinite", "StepResult"]

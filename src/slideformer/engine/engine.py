@@ -1,0 +1,158 @@
+"""One training step or evaluation of a model that slides through the device.
+
+Builds and proves the plans, allocates everything once, and turns batches into runs. `step` returns before the work is
+done, so that a caller who submits the next step before asking for this one's loss keeps every lane busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from slideformer.data.batches import MicroBatch
+from slideformer.device import Device
+from slideformer.engine.actions import DeviceActions
+from slideformer.engine.executor import Executor
+from slideformer.engine.feed import Feed, build_feed
+from slideformer.engine.host_actions import HostActions
+from slideformer.engine.options import EngineOptions
+from slideformer.engine.run import Run, StepResult
+from slideformer.errors import BadInput, RunFailed
+from slideformer.memory import State, Tier, allocate, needs
+from slideformer.model.decoder import Decoder
+from slideformer.native import HostKernels, available_cpus, load
+from slideformer.schedule import Plan, StepOptions, build_evaluation, build_step, prove
+
+
+class Engine:
+    """Context manager: `close` ends its threads (not the device's other lanes' owners: the device is the caller's).
+
+    plan: of a full training step. options: as given; step_options: what the plans were built with.
+    """
+
+    def __init__(
+        self, decoder: Decoder, device: Device, options: EngineOptions, *, kernels: HostKernels | None = None
+    ) -> None:
+        """Plans, proves and allocates; weights are undefined until they are written (`write`). Raises BadInput,
+        DoesNotFit.
+        """
+        self.decoder, self.device, self.options = decoder, device, options
+        self.layout = decoder.layout
+        self._own_kernels = kernels is None
+        self.kernels = kernels or load(options.cpu_threads or _update_threads(device))
+        self.step_options = options.step_options(self.layout, decoder.dtype)
+        self._shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
+        self._plans: dict[tuple[bool, int], Plan] = {}
+        self.plan = self._plan(trains=True, micro_batches=options.micro_batches)
+        plans = [self._plan(trains=t, micro_batches=m) for t in (True, False) for m in (1, options.micro_batches)]
+        self.state = State(self.layout, device, self.kernels, keep_residual=decoder.dtype is torch.float32)
+        buffers = allocate(plans, self.layout, self._shape, self.state, device)
+        self._needs = needs(plans, self.layout, self._shape)
+        self._host = HostActions(self.layout, options, self.kernels)
+        actions = {**DeviceActions(decoder, self.kernels).table(), **self._host.table()}
+        self.executor = Executor(device, buffers, actions)
+
+    def _plan(self, *, trains: bool, micro_batches: int) -> Plan:
+        """Plans are proven when they are built. The last step of an epoch may have fewer micro-batches."""
+        key = (trains, micro_batches)
+        if key not in self._plans:
+            options = StepOptions(
+                **{
+                    **{f: getattr(self.step_options, f) for f in StepOptions.__dataclass_fields__},
+                    "micro_batches": micro_batches,
+                }
+            )
+            plan = (build_step if trains else build_evaluation)(self.layout, options)
+            prove(plan, self.layout, options)
+            self._plans[key] = plan
+        return self._plans[key]
+
+    # weights
+
+    def write(self, unit: int, offset: int, values: torch.Tensor) -> None:
+        """Set master weights of a unit from `offset` on. Waits for steps under way. values: 1-D, float, host."""
+        self.executor.synchronize()
+        self.state.write(unit, offset, values)
+
+    def read(self, unit: int, start: int, stop: int) -> torch.Tensor:
+        """Master weights [start, stop) of a unit: a new fp32 tensor. Waits for steps under way.
+
+        Raises RunFailed when a failed step has left the state torn.
+        """
+        if self.executor.torn():
+            raise RunFailed(
+                "the last step failed after some weights were updated, so the state is torn and cannot be saved; "
+                "start again from the last checkpoint"
+            )
+        if self.device.failure is None:
+            self.executor.synchronize()
+        return self.state.read(unit, start, stop)
+
+    # work
+
+    def step(self, batch: Sequence[MicroBatch], *, lr: float) -> StepResult:
+        """Queue one training step and return. Submit the next before reading this one's result.
+
+        Raises BadInput for a batch that does not fit, LaneFailure when an earlier step failed.
+        """
+        feed = self._feed(batch)
+        if feed.num_target_tokens == 0:
+            raise BadInput("the batch has no target tokens: every label is -100, or every row is one token long")
+        return self._submit(self._plan(trains=True, micro_batches=len(batch)), Run(feed, lr))
+
+    def evaluate(self, batch: Sequence[MicroBatch]) -> tuple[float, int]:
+        """(sum of the target tokens' cross entropies, number of target tokens). Changes nothing; blocks."""
+        feed = self._feed(batch)
+        if feed.num_target_tokens == 0:
+            return 0.0, 0
+        result = self._submit(self._plan(trains=False, micro_batches=len(batch)), Run(feed, 0.0))
+        return result.loss * feed.num_target_tokens, feed.num_target_tokens
+
+    def _feed(self, batch: Sequence[MicroBatch]) -> Feed:
+        return build_feed(batch, self._shape, self.layout, self.decoder.padding_idx, self.device.stage)
+
+    def _submit(self, plan: Plan, run: Run) -> StepResult:
+        self.executor.submit(plan, run)
+        return StepResult(plan, run)
+
+    def synchronize(self) -> None:
+        """Block until every submitted step is done. Raises LaneFailure."""
+        self.executor.synchronize()
+
+    @property
+    def num_updates(self) -> int:
+        """Steps applied so far, skipped ones not counted. Waits for steps under way."""
+        self.executor.synchronize()
+        return self._host.num_updates
+
+    def memory(self) -> dict[str, int]:
+        """Bytes allocated per tier: device buffers, state and page-locked buffers on the host."""
+        tiers = {"device": 0, "host_state": self.state.nbytes, "host_buffers": 0}
+        for need in self._needs.values():
+            if need.tier is Tier.DEVICE:
+                tiers["device"] += need.numel * need.dtype.itemsize
+            elif need.tier is Tier.LOCKED:
+                tiers["host_buffers"] += need.nbytes
+        return tiers
+
+    def close(self) -> None:
+        """Wait for what is under way and end the engine's threads. The device stays the caller's."""
+        try:
+            if self.device.failure is None:
+                self.executor.synchronize()
+        finally:
+            if self._own_kernels:
+                self.kernels.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _update_threads(device: Device) -> int:
+    """On CUDA one core is left to the launchers."""
+    cpus = available_cpus()
+    return max(cpus - 1, 1) if device.kind == "cuda" else cpus

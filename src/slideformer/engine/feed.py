@@ -1,0 +1,163 @@
+"""One batch as the plan consumes it: one flat int64 tensor that crosses to the device in one copy.
+
+Rows: the table's rows that the batch touches, sorted; token ids are remapped into them. Targets: the positions that
+predict something (labels are shifted here, as the models themselves do), so the head works on those alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from slideformer.data.batches import MicroBatch
+from slideformer.errors import BadInput
+from slideformer.layout import Layout
+from slideformer.memory import BatchShape
+
+IGNORE = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    start: int
+    shape: tuple[int, ...]
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return flat[self.start : self.start + numel].view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroFeed:
+    """Where one micro-batch's parts lie in the flat tensor. ids [B, S]: into the rows. targets, labels [n]: position
+    in the flattened micro-batch, and the token it predicts."""
+
+    ids: Slice
+    targets: Slice
+    labels: Slice
+    attention_mask: Slice | None
+    position_ids: Slice | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.ids.shape[0], self.ids.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """flat: int64, host. rows: int64 [n], sorted, host (also part of flat at `row_slice`).
+
+    rows_by_tile: per tile of the table, the touched rows counted from the tile's first, and where they lie in `rows`.
+    """
+
+    flat: torch.Tensor
+    micro: tuple[MicroFeed, ...]
+    rows: torch.Tensor
+    row_slice: Slice
+    rows_by_tile: tuple[tuple[torch.Tensor, int, int], ...]
+    padding_row: int | None
+    num_target_tokens: int
+    num_tokens: int
+
+
+def build_feed(
+    batch: Sequence[MicroBatch],
+    shape: BatchShape,
+    layout: Layout,
+    padding_idx: int | None,
+    stage: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone,
+) -> Feed:
+    """Check a batch against the sizes the engine was built for, and lay it out. stage: makes the flat
+    tensor fit for an asynchronous copy. Raises BadInput."""
+    if not 1 <= len(batch) <= shape.micro_batches:
+        raise BadInput(f"the batch has {len(batch)} micro-batches, the engine was built for 1 to {shape.micro_batches}")
+    for i, micro in enumerate(batch):
+        _check(i, micro, shape, layout.units[0].params[0].shape[0])
+    ids = torch.cat([m.input_ids.reshape(-1) for m in batch])
+    rows, remapped = torch.unique(ids, sorted=True, return_inverse=True)
+    parts: list[torch.Tensor] = []
+    used = 0
+
+    def put(tensor: torch.Tensor, *dims: int) -> Slice:
+        nonlocal used
+        parts.append(tensor.reshape(-1).to(torch.int64))
+        place = Slice(used, dims or (tensor.numel(),))
+        used += tensor.numel()
+        return place
+
+    feeds, at, num_targets = [], 0, 0
+    for micro in batch:
+        num_rows, length = micro.input_ids.shape
+        size = num_rows * length
+        shifted = torch.full((num_rows, length), IGNORE, dtype=torch.int64)
+        shifted[:, :-1] = micro.labels[:, 1:]
+        targets = (shifted.reshape(-1) != IGNORE).nonzero().squeeze(1)
+        mask, positions = micro.attention_mask, micro.position_ids
+        if mask is not None and _right_padded(mask):
+            mask = None  # no causal query sees what lies to its right
+        feeds.append(
+            MicroFeed(
+                ids=put(remapped[at : at + size], num_rows, length),
+                targets=put(targets),
+                labels=put(shifted.reshape(-1)[targets]),
+                attention_mask=None if mask is None else put(mask, num_rows, length),
+                position_ids=None if positions is None else put(positions, num_rows, length),
+            )
+        )
+        at += size
+        num_targets += targets.numel()
+    row_slice = put(rows)
+    padding = None if padding_idx is None else (rows == padding_idx).nonzero().flatten().tolist()
+    return Feed(
+        flat=stage(torch.cat(parts)),
+        micro=tuple(feeds),
+        rows=rows,
+        row_slice=row_slice,
+        rows_by_tile=_by_tile(rows, layout),
+        padding_row=padding[0] if padding else None,
+        num_target_tokens=num_targets,
+        num_tokens=sum(m.input_ids.numel() if m.attention_mask is None else int(m.attention_mask.sum()) for m in batch),
+    )
+
+
+def _by_tile(rows: torch.Tensor, layout: Layout) -> tuple[tuple[torch.Tensor, int, int], ...]:
+    width, tiles = layout.units[0].row_numel, layout.tiles(0)
+    starts = [t.start // width for t in tiles]
+    cuts = [*torch.searchsorted(rows, torch.tensor(starts)).tolist(), rows.numel()]
+    return tuple((rows[a:b] - first, a, b) for a, b, first in zip(cuts[:-1], cuts[1:], starts, strict=True))
+
+
+def _right_padded(mask: torch.Tensor) -> bool:
+    return mask.dim() == 2 and bool((mask[:, 1:] <= mask[:, :-1]).all()) and bool((mask[:, :1] > 0).all())
+
+
+def _check(index: int, micro: MicroBatch, shape: BatchShape, vocab_size: int) -> None:
+    name = f"micro-batch {index}"
+    ids, labels = micro.input_ids, micro.labels
+    if ids.dim() != 2 or ids.dtype != torch.int64 or ids.numel() == 0:
+        raise BadInput(f"{name}: input_ids must be int64 [rows, length], found {ids.dtype} {list(ids.shape)}")
+    for other, tensor in (
+        ("labels", labels),
+        ("attention_mask", micro.attention_mask),
+        ("position_ids", micro.position_ids),
+    ):
+        if tensor is not None and tensor.shape != ids.shape:
+            raise BadInput(
+                f"{name}: {other} is {list(tensor.shape)}, input_ids is {list(ids.shape)}; they must be alike"
+            )
+    rows, length = ids.shape
+    if rows * length > shape.micro_tokens:
+        raise BadInput(
+            f"{name} has {rows} x {length} tokens, the engine was built for {shape.rows} x {shape.length}; "
+            "raise per_device_train_batch_size or max_length"
+        )
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise BadInput(f"{name}: token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}")
+    bad = (labels != IGNORE) & ((labels < 0) | (labels >= vocab_size))
+    if bool(bad.any()):
+        raise BadInput(f"{name}: label {int(labels[bad][0])} is neither a token of {vocab_size} nor {IGNORE}")

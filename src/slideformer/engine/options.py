@@ -1,0 +1,72 @@
+"""What an engine is built with. Everything that plans, memory and the optimizer need, validated together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from slideformer.errors import BadInput
+from slideformer.layout import Layout
+from slideformer.memory import BatchShape
+from slideformer.schedule import StepOptions, Update
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Sizes of the largest batch (micro_batches of [micro_batch_size, max_length] tokens), the sliding window, and the
+    optimizer. saved_on_device: hidden states that stay on the device (None: all that there are). max_grad_norm: 0 is
+    off; anything else needs the deferred update. on_nonfinite "skip" leaves the state as it was and goes on, and needs
+    the deferred update too. cpu_threads: of the update; None is every CPU but one on CUDA, every CPU otherwise.
+    """
+
+    micro_batch_size: int = 1
+    max_length: int = 2048
+    micro_batches: int = 1
+    window: int = 2
+    grad_slots: int = 2
+    ring: int = 4
+    saved_on_device: int | None = None
+    hidden_ring: int = 4
+    update: Literal["eager", "deferred"] = "deferred"
+    max_grad_norm: float = 1.0
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    cpu_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "max_length", "micro_batches", "window", "grad_slots", "ring"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name} is {getattr(self, name)}, must be at least 1")
+        if self.update == "eager" and self.max_grad_norm > 0:
+            raise BadInput(
+                f"max_grad_norm is {self.max_grad_norm} with update: eager, which writes weights before the norm is "
+                "known; use update: deferred, or max_grad_norm: 0"
+            )
+        if self.update == "eager" and self.on_nonfinite == "skip":
+            raise BadInput(
+                "on_nonfinite is skip with update: eager, which cannot take an update back; use update: deferred, or "
+                "on_nonfinite: stop"
+            )
+
+    def batch_shape(self, hidden: int, dtype: torch.dtype) -> BatchShape:
+        return BatchShape(self.micro_batches, self.micro_batch_size, self.max_length, hidden, dtype)
+
+    def step_options(self, layout: Layout, dtype: torch.dtype) -> StepOptions:
+        num_blocks = len(layout.blocks)
+        most = (num_blocks + 1) * self.micro_batches
+        pool = most if self.saved_on_device is None else min(self.saved_on_device, most)
+        return StepOptions(
+            window=min(self.window, num_blocks),
+            grad_slots=min(self.grad_slots, num_blocks),
+            ring=self.ring,
+            micro_batches=self.micro_batches,
+            hidden_pool=pool,
+            hidden_ring=self.hidden_ring,
+            update=Update(self.update),
+            fp32_compute=dtype is torch.float32,
+        )

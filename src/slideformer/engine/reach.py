@@ -1,0 +1,46 @@
+"""What one op's action may touch: the buffers that its op declares, by role, and nothing else."""
+
+from __future__ import annotations
+
+import torch
+
+from slideformer.memory import Cell, Moments
+from slideformer.schedule import Buffer, Op
+
+Held = torch.Tensor | Moments | Cell
+
+
+class Reach:
+    """Made once per op of a plan. A role that the op does not declare is a KeyError."""
+
+    __slots__ = ("_held", "_op")
+
+    def __init__(self, op: Op, buffers: dict[Buffer, Held]) -> None:
+        self._op = op
+        self._held: dict[str, list[Held]] = {}
+        for access in op.accesses:
+            self._held.setdefault(access.role, []).append(buffers[access.buffer])
+
+    def __contains__(self, role: str) -> bool:
+        return role in self._held
+
+    def __getitem__(self, role: str) -> torch.Tensor:
+        """The tensor of a role that the op declares once."""
+        (held,) = self._held[role]
+        assert isinstance(held, torch.Tensor)
+        return held
+
+    def tensors(self, role: str) -> list[torch.Tensor]:
+        """The tensors of a role that the op may declare several times, in its order."""
+        return [held for held in self._held[role] if isinstance(held, torch.Tensor)]
+
+    def moments(self) -> list[Moments]:
+        return [held for held in self._held["moments"] if isinstance(held, Moments)]
+
+    def cell(self, role: str) -> Cell:
+        (held,) = self._held[role]
+        assert isinstance(held, Cell)
+        return held
+
+    def writes(self, role: str) -> bool:
+        return any(a.leaves is not None for a in self._op.accesses if a.role == role)

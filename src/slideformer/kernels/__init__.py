@@ -1,0 +1,1 @@
+"""GPU kernels, one op a file, each with its reference in torch."""
