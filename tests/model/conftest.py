@@ -1,9 +1,14 @@
-"""Makes `families` (one folder up) importable and pins torch to one thread: bit equality is for one order of sums."""
+"""One torch thread for every test here: bit equality is for one order of sums."""
 
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 
+import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-torch.set_num_threads(1)
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, PAD, VOCAB, random_model
-from unit_by_unit import flats_of, run_units, run_whole
 
+from families import FAMILIES, PAD, VOCAB, random_model
+from model.unit_by_unit import flats_of, run_units, run_whole
 from slideformer.model.decoder import Decoder
 
 FAMILY = pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -46,7 +46,9 @@ def build(
     implementation = choose_attention(config) if attn_implementation == "auto" else attn_implementation
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=implementation, trust_remote_code=False
+            )
     except (ImportError, ValueError) as error:
         raise ModelRefused(
             f"{config.model_type} cannot be built with attn_implementation {implementation!r}: {error}"
@@ -69,11 +71,6 @@ def choose_attention(config: PretrainedConfig) -> str:
 
 def _refuse_config(config: PretrainedConfig, *, disable_dropout: bool) -> None:
     kind = config.model_type
-    if getattr(config, "auto_map", None):
-        raise ModelRefused(
-            f"{kind} names code of its own (auto_map in config.json); only model classes that ship with transformers "
-            "are run: use a checkpoint of a built-in architecture."
-        )
     if getattr(config, "is_encoder_decoder", False):
         raise ModelRefused(f"{kind} is an encoder-decoder; only decoder-only models are trained: choose one.")
     if getattr(config, "quantization_config", None):
@@ -82,6 +79,11 @@ def _refuse_config(config: PretrainedConfig, *, disable_dropout: bool) -> None:
             "weights: start from the unquantised checkpoint."
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if getattr(config, "auto_map", None):
+            raise ModelRefused(
+                f"{kind} needs code that comes with the checkpoint (auto_map in config.json); only model classes that "
+                "ship with transformers are run: use a checkpoint of a built-in architecture."
+            )
         raise ModelRefused(
             f"{kind} has no causal language model in transformers; only AutoModelForCausalLM classes are trained: "
             "use the text-only checkpoint of this family, where there is one."

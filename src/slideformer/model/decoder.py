@@ -11,11 +11,11 @@ import copy
 import re
 
 import torch
-from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from slideformer.layout import Layout, Param, Unit, UnitKind
 from slideformer.model.build import ModelRefused, build, some
+from slideformer.model.names import checkpoint_names
 from slideformer.model.parts import Binding, Call, Parts, find_parts
 from slideformer.model.projection import Projection, projection_of
 
@@ -27,6 +27,7 @@ class Decoder:
 
     config: as given (a copy); what is saved beside the weights.
     layout: table, glue?, block..., final?, output?; names are state-dict names.
+    names: how names in checkpoint files may differ from the layout's. architecture: name of the model class.
     padding_idx: the id whose row gets no gradient from the input side, or None.
     """
 
@@ -54,11 +55,13 @@ class Decoder:
             config, dtype=dtype, attn_implementation=attn_implementation, disable_dropout=disable_dropout, device=device
         )
         self.attn_implementation: str = self._model.config._attn_implementation
+        self.architecture = type(self._model).__name__
         self._parts = find_parts(self._model, device)
         self.layout = _layout(self._model, self._parts, tile_numel, frozen)
         self.projection = projection_of(self._model.config, self._parts.bias_name)
         self.padding_idx: int | None = self._parts.padding_idx
         self.vocab_size, self.hidden_size = self._parts.table.weight.shape
+        self.names = checkpoint_names(self._model)
         self._first_block = self.layout.blocks[0]
         self._table = Binding(self._model, [self._parts.table_name])
         self._glue = Binding(self._model, self._parts.glue_names)
@@ -133,7 +136,7 @@ class Decoder:
             self._final.release()
 
 
-def _layout(model: nn.Module, parts: Parts, tile_numel: int, frozen: tuple[str, ...]) -> Layout:
+def _layout(model: PreTrainedModel, parts: Parts, tile_numel: int, frozen: tuple[str, ...]) -> Layout:
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     is_frozen = _frozen(list(shapes), frozen)
 
@@ -164,8 +167,8 @@ def _frozen(names: list[str], patterns: tuple[str, ...]) -> set[str]:
             ) from None
         if not hits:
             raise ModelRefused(
-                f"frozen pattern {pattern!r} matches none of the model's {len(names)} parameters, whose names look like "
-                f"{some(set(names))}: correct or remove it."
+                f"frozen pattern {pattern!r} matches none of the model's {len(names)} parameters, which are named "
+                f"like {some(set(names))}: correct or remove it."
             )
         found |= hits
     if found == set(names):

@@ -1,0 +1,376 @@
+"""Weights from and to safetensors files, in pieces of at most one tile: no tensor is ever whole in memory.
+
+A checkpoint is checked as a whole (names, shapes, types, lengths) from its headers before the first value is handed on.
+Where values live is the caller's business: reading hands pieces to `write`, saving asks `read` for them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slideformer.errors import BadInput
+from slideformer.layout import Layout, Param
+
+Write = Callable[[int, int, torch.Tensor], None]
+Read = Callable[[int, int, int], torch.Tensor]
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_UNFINISHED = ".saving"  # folder inside the target; files are renamed out of it when all of them are complete
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _FLOATS.items()}
+# Buffers that older checkpoints of many families store and that the model computes for itself.
+_IGNORED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointNames:
+    """How names in files may differ from those in the layout. A Decoder knows its own (`decoder.names`).
+
+    stored: name in the layout -> name in files, where they differ (transformers renamed a module, its files keep the
+    old name). base_prefix: left out in files saved from the model without its head ("model."). tied_copy: the second
+    name of the table when the output projection is tied to it. ignored: patterns of entries that are no parameters.
+    """
+
+    stored: Mapping[str, str] = field(default_factory=dict)
+    base_prefix: str = ""
+    tied_copy: str | None = None
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One tensor in a file."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # byte in the file
+    nbytes: int
+
+
+def check(folder: Path | str, layout: Layout, *, names: CheckpointNames) -> None:
+    """Read headers only and raise what `load` would raise before it hands on the first value."""
+    _match(Path(folder), layout, names)
+
+
+def load(
+    folder: Path | str,
+    layout: Layout,
+    write: Write,
+    *,
+    names: CheckpointNames,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Hand every parameter of the layout to `write(unit, offset, values)`, each element exactly once.
+
+    values: [<= layout.tile_numel] of `dtype`, on the CPU, valid only during the call (the buffer is used again).
+    offset: of values[0] in the unit's flat vector. Pieces come in the order of the files. Blocks the calling thread.
+    Raises BadInput naming file and tensor: no safetensors, an index that does not fit its files, a truncated file, a
+    tensor missing, unexpected, stored twice, of another shape or not of floats, non-finite values, or an output
+    projection that is tied by the config but stored as another tensor than the table.
+    """
+    matched, tied_copy = _match(Path(folder), layout, names)
+    numel = layout.tile_numel
+    if tied_copy is not None:
+        _compare(*tied_copy, numel)
+    buffer = torch.empty(numel * max(_FLOATS[e.dtype].itemsize for e, _, _ in matched), dtype=torch.uint8)
+    for entry, unit, offset in matched:
+        start = 0
+        for piece in _pieces(entry, numel, buffer):
+            values = piece.to(dtype)
+            if not values.isfinite().all():
+                raise BadInput(
+                    f"{entry.file}: {entry.name} holds values that are not finite in {_name(dtype)}; weights must be "
+                    "finite numbers: use another checkpoint."
+                )
+            write(unit, offset + start, values)
+            start += len(values)
+
+
+def save(
+    folder: Path | str,
+    layout: Layout,
+    read: Read,
+    *,
+    dtype: torch.dtype,
+    names: CheckpointNames,
+    max_shard_nbytes: int = 5 * 10**9,
+    beside: dict[str, str] | None = None,
+) -> list[str]:
+    """Write the layout's parameters as model.safetensors, or as shards with an index when they exceed one shard.
+
+    read(unit, start, stop): values [stop - start] of the unit's flat vector, any float type, on the CPU; asked for at
+    most layout.tile_numel elements at a time, in flat order per parameter; converted to `dtype`.
+    beside: other files of the same save, name -> text (config.json), renamed into place together with the weights.
+    A tied output projection is stored once, as the table. Files are complete on disk before any old one is replaced;
+    of what an earlier save left behind only files that its index names are removed. Returns the names written.
+    """
+    folder = Path(folder)
+    unfinished = folder / _UNFINISHED
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    shards = _shards(layout, dtype.itemsize, max_shard_nbytes)
+    file_names = [SINGLE if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+                  for i in range(len(shards))]  # fmt: skip
+    for file_name, shard in zip(file_names, shards, strict=True):
+        with open(unfinished / file_name, "wb") as file:
+            _write_shard(file, shard, read, dtype, names, layout.tile_numel)
+            _flush(file)
+    texts = dict(beside or {})
+    if len(shards) > 1:
+        weight_map = {names.stored.get(p.name, p.name): f for f, shard in zip(file_names, shards, strict=True)
+                      for _, _, p in shard}  # fmt: skip
+        total = {"total_parameters": layout.numel, "total_size": layout.numel * dtype.itemsize}
+        texts[INDEX] = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+    for name, text in texts.items():
+        with open(unfinished / name, "wb") as file:
+            file.write(text.encode())
+            _flush(file)
+    written = file_names + list(texts)
+    _replace(folder, unfinished, written)
+    return written
+
+
+def _replace(folder: Path, unfinished: Path, written: list[str]) -> None:
+    stale = (_indexed_files(folder) | {INDEX, SINGLE}) - set(written)
+    # What leads to the old weights goes first: between here and the end the folder is refused for want of weights,
+    # never read as a mix of two saves. (model.safetensors itself is replaced in one go.)
+    for name in (INDEX, SINGLE):
+        if name == INDEX or name in stale:
+            (folder / name).unlink(missing_ok=True)
+    for name in written:
+        os.replace(unfinished / name, folder / name)
+    for name in stale:
+        (folder / name).unlink(missing_ok=True)
+    unfinished.rmdir()
+
+
+def _indexed_files(folder: Path) -> set[str]:
+    """Shards that an index in the folder names, if it can be read; only plain names, never a path elsewhere."""
+    try:
+        names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
+    return {n for n in names if isinstance(n, str) and re.fullmatch(r"[\w.-]+\.safetensors", n)}
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+_Placed = tuple[int, int, Param]  # unit, offset of the parameter in it, parameter
+
+
+def _placed(layout: Layout) -> Iterator[_Placed]:
+    for index, unit in enumerate(layout.units):
+        for param in unit.params:
+            yield index, unit.offsets[param.name], param
+
+
+def _shards(layout: Layout, itemsize: int, max_nbytes: int) -> list[list[_Placed]]:
+    """Parameters in layout order, a new shard whenever the next would exceed the limit; one alone may exceed it."""
+    shards: list[list[_Placed]] = []
+    filled = 0
+    for placed in _placed(layout):
+        nbytes = placed[2].numel * itemsize
+        if not shards or filled + nbytes > max_nbytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(placed)
+        filled += nbytes
+    return shards
+
+
+def _write_shard(
+    file: BinaryIO, shard: list[_Placed], read: Read, dtype: torch.dtype, names: CheckpointNames, piece_numel: int
+) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for _, _, param in shard:
+        end = position + param.numel * dtype.itemsize
+        name = names.stored.get(param.name, param.name)
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(param.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data is aligned in the file
+    file.write(len(text).to_bytes(8, "little") + text)
+    for unit, offset, param in shard:
+        for start in range(0, param.numel, piece_numel):
+            stop = min(start + piece_numel, param.numel)
+            values = read(unit, offset + start, offset + stop).to(dtype).contiguous()
+            assert values.shape == (stop - start,), f"read({unit}, ...) gave {tuple(values.shape)} for {stop - start}"
+            file.write(values.view(torch.uint8).numpy())
+
+
+def _match(
+    folder: Path, layout: Layout, names: CheckpointNames
+) -> tuple[list[tuple[_Entry, int, int]], tuple[_Entry, _Entry] | None]:
+    """Where each parameter is stored, in file order, and the pair to compare if the tied projection is stored too."""
+    entries = _entries(folder)
+    wanted = {param.name: (param, unit, offset) for unit, offset, param in _placed(layout)}
+    layout_names = {stored: name for name, stored in names.stored.items()}
+    entries = {layout_names.get(name, name): entry for name, entry in entries.items()}
+    prefix = names.base_prefix
+    if prefix and not any(name.startswith(prefix) for name in entries):
+        known = {n for n in wanted if n.startswith(prefix)}
+        entries = {prefix + n if prefix + n in known else n: entry for n, entry in entries.items()}
+    table = layout.units[0].params[0].name
+    copy = entries.pop(names.tied_copy, None) if layout.tied and names.tied_copy else None
+    if copy is not None and table not in entries:
+        entries[table], copy = copy, None
+    missing = sorted(set(wanted) - set(entries))
+    if missing:
+        raise BadInput(
+            f"{folder} does not hold {_listed(missing)}; every parameter of the model must be there: check that "
+            "config.json belongs to this checkpoint" + (_TIED_HINT if missing == [_output_name(layout)] else ".")
+        )
+    ignored = [re.compile(pattern) for pattern in (*_IGNORED, *names.ignored)]
+    surplus = [n for n in sorted(set(entries) - set(wanted)) if not any(p.search(n) for p in ignored)]
+    if surplus:
+        raise BadInput(
+            f"{entries[surplus[0]].file} holds {_listed(surplus)}, which the model does not have; only its own "
+            "parameters are allowed: check that config.json belongs to this checkpoint."
+        )
+    found = [(entries[name], unit, offset, param) for name, (param, unit, offset) in wanted.items()]
+    for entry, _, _, param in found:
+        _check_entry(entry, param)
+    if copy is not None:
+        _check_entry(copy, layout.units[0].params[0])
+    matched = sorted(((e, u, o) for e, u, o, _ in found), key=lambda m: (m[0].file.name, m[0].start))
+    return matched, None if copy is None else (entries[table], copy)
+
+
+_TIED_HINT = ", or set tie_word_embeddings to true in it if the output projection is the embedding."
+
+
+def _output_name(layout: Layout) -> str:
+    return layout.units[layout.output].params[0].name
+
+
+def _check_entry(entry: _Entry, param: Param) -> None:
+    if entry.dtype not in _FLOATS:
+        raise BadInput(
+            f"{entry.file}: {entry.name} is stored as {entry.dtype}; weights must be stored as one of "
+            f"{', '.join(_FLOATS)}: use a checkpoint that is not quantised."
+        )
+    if entry.shape != param.shape:
+        raise BadInput(
+            f"{entry.file}: {entry.name} has shape {list(entry.shape)}, the model's config asks for "
+            f"{list(param.shape)}: check that config.json belongs to this checkpoint."
+        )
+
+
+def _entries(folder: Path) -> dict[str, _Entry]:
+    """Every tensor in the folder's checkpoint by name, from the headers."""
+    if not folder.is_dir():
+        raise BadInput(f"{folder} is not a folder; give the folder of a Hugging Face checkpoint.")
+    indexed = (folder / INDEX).is_file() and not (folder / SINGLE).is_file()  # what transformers prefers
+    if not indexed and not (folder / SINGLE).is_file():
+        raise BadInput(_no_weights(folder))
+    if not indexed:
+        return _header(folder / SINGLE)
+    weight_map = _weight_map(folder / INDEX)
+    entries: dict[str, _Entry] = {}
+    for file_name in sorted(set(weight_map.values())):
+        path = folder / file_name
+        if not path.is_file():
+            raise BadInput(f"{folder / INDEX} names {file_name}, which is not there: download or copy it again.")
+        for name, entry in _header(path).items():
+            if name in entries:
+                raise BadInput(
+                    f"{path} holds {name}, and so does {entries[name].file.name}; each tensor must be stored once: "
+                    "save the checkpoint again."
+                )
+            entries[name] = entry
+    lost = sorted(n for n, f in weight_map.items() if n not in entries or entries[n].file.name != f)
+    if lost:
+        raise BadInput(f"{folder / INDEX} says that {weight_map[lost[0]]} holds {_listed(lost)}, but it does not.")
+    return entries
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if not weight_map or not all(Path(f).name == f for f in weight_map.values()):
+            raise ValueError("weight_map must map tensor names to names of files in the same folder")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"{path} is not the index of a sharded checkpoint ({error}): copy it again.") from error
+    return weight_map
+
+
+def _no_weights(folder: Path) -> str:
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+    if pickles:
+        return (
+            f"{folder} holds {_listed(pickles)} but no safetensors; pickled weights can run code and are not read: "
+            "convert once with AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
+        )
+    return f"{folder} holds neither {SINGLE} nor {INDEX}: give the folder of a complete checkpoint."
+
+
+def _header(path: Path) -> dict[str, _Entry]:
+    try:
+        with safe_open(path, framework="pt"):  # checks lengths, offsets, overlaps and coverage
+            pass
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise BadInput(
+            f"{path} is not a complete safetensors file ({error}; {path.stat().st_size} bytes): copy it again."
+        ) from error
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, info in header.items():
+        start, stop = info["data_offsets"]
+        entries[name] = _Entry(path, name, info["dtype"], tuple(info["shape"]), 8 + length + start, stop - start)
+    return entries
+
+
+def _pieces(entry: _Entry, numel: int, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor's values as stored, in flat order, `numel` at a time, as views of `buffer` (bytes)."""
+    dtype = _FLOATS[entry.dtype]
+    step = numel * dtype.itemsize
+    with open(entry.file, "rb", buffering=0) as file:
+        file.seek(entry.start)
+        for start in range(0, entry.nbytes, step):
+            nbytes = min(step, entry.nbytes - start)
+            view, done = memoryview(buffer.numpy())[:nbytes], 0
+            while done < nbytes:
+                got = file.readinto(view[done:])
+                if not got:
+                    raise BadInput(f"{entry.file} ended in the middle of {entry.name}: copy it again.")
+                done += got
+            yield buffer[:nbytes].view(dtype)
+
+
+def _compare(table: _Entry, copy: _Entry, numel: int) -> None:
+    """The config ties the output projection to the table: then a stored copy must be the same numbers."""
+    buffers = [torch.empty(numel * _FLOATS[e.dtype].itemsize, dtype=torch.uint8) for e in (table, copy)]
+    for a, b in zip(_pieces(table, numel, buffers[0]), _pieces(copy, numel, buffers[1]), strict=True):
+        if not torch.equal(a.to(torch.float32), b.to(torch.float32)):
+            raise BadInput(
+                f"{copy.file}: {copy.name} differs from {table.name}, but config.json ties them (tie_word_embeddings "
+                "is true), so one of the two would be lost: set tie_word_embeddings to false in config.json, or remove "
+                f"{copy.name} from the checkpoint."
+            )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
