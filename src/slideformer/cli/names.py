@@ -1,4 +1,4 @@
-"""From settings as users write them to a TrainConfig: other tools' spellings, unknown keys, and where each was written."""
+"""From settings as users write them to a TrainConfig: other tools' spellings, unknown keys, and places."""
 
 from __future__ import annotations
 

@@ -1,0 +1,27 @@
+"""The commands by name."""
+
+from __future__ import annotations
+
+import typer
+
+from slideformer.cli.doctor import doctor
+from slideformer.cli.plan import plan
+from slideformer.cli.train import train
+
+app = typer.Typer(
+    help="Full-parameter fine-tuning of language models through a sliding window of layers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# What the commands do not know themselves are settings: key=value, --key value.
+SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command(context_settings=SETTINGS)(train)
+app.command(context_settings=SETTINGS)(plan)
+app.command()(doctor)
+
+
+def main() -> None:
+    """Run the command line and exit: 0 ok, 1 run failed, 2 bad input, 3 does not fit, 128 + signal when stopped."""
+    app(prog_name="slideformer")

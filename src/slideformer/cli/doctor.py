@@ -1,0 +1,5 @@
+"""slideformer doctor"""
+
+
+def doctor() -> None:
+    """Not yet."""

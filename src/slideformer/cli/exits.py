@@ -1,0 +1,41 @@
+"""How a command ends: its errors as one sentence on standard error, and its exit code."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from slideformer.errors import BadInput, DoesNotFit, RunFailed
+
+CODES: tuple[tuple[type[Exception], int], ...] = ((BadInput, 2), (DoesNotFit, 3), (RunFailed, 1))
+CTRL_C = 130
+
+
+@contextmanager
+def told_in_one_sentence(*, debug: bool) -> Iterator[None]:
+    """Turn our own errors inside into a sentence and an exit code; with debug they keep their traceback.
+
+    Anything else that is raised is a fault of this program and keeps its traceback.
+    """
+    logging.basicConfig(format="%(levelname)s: %(message)s", stream=sys.stderr)
+    try:
+        yield
+    except tuple(kind for kind, _ in CODES) as error:
+        if debug:
+            raise
+        say(f"error: {error}")
+        raise typer.Exit(next(code for kind, code in CODES if isinstance(error, kind))) from None
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        say("stopped by Ctrl-C")
+        raise typer.Exit(CTRL_C) from None
+
+
+def say(line: str) -> None:
+    """A line for people, beside whatever the command's output is."""
+    print(line, file=sys.stderr, flush=True)

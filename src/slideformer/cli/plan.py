@@ -1,0 +1,5 @@
+"""slideformer plan"""
+
+
+def plan() -> None:
+    """Not yet."""

@@ -1,0 +1,59 @@
+"""run.json: what was run, with what, on what, and how it ended. Written at the start and again at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from slideformer import __version__
+from slideformer.config import TrainConfig
+
+FILE = "run.json"
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """One run.json. status: running, finished, stopped or failed."""
+
+    folder: Path
+    config: TrainConfig
+    facts: dict[str, object] = field(default_factory=dict)
+    started: str = field(default_factory=lambda: _now())
+
+    def write(self, status: str, **facts: object) -> None:
+        """Write the whole file anew, with these facts added to the earlier ones."""
+        self.facts |= facts
+        content = {
+            "status": status,
+            "started": self.started,
+            "written": _now(),
+            "versions": versions(),
+            "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
+            **self.facts,
+            "config": self.config.model_dump(mode="json"),
+        }
+        partial = self.folder / f".{FILE}"
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        partial.replace(self.folder / FILE)
+
+
+def versions() -> Mapping[str, str]:
+    """Of this package, Python, and what the numbers depend on."""
+    found = {"slideformer": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,60 @@
+"""What a config means for the rooms below: device, model, engine options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from slideformer.config import TrainConfig
+from slideformer.engine import EngineOptions
+from slideformer.model.decoder import Decoder
+from slideformer.model.folder import read_config
+
+
+def compute_dtype(config: TrainConfig, device_kind: str) -> torch.dtype:
+    """bf16 on a GPU and fp32 on a CPU, unless the config says."""
+    wants_bf16 = device_kind == "cuda" if config.bf16 == "auto" else config.bf16
+    return torch.bfloat16 if wants_bf16 else torch.float32
+
+
+def build_decoder(config: TrainConfig, device_kind: str, device: torch.device) -> Decoder:
+    """The model of the config's folder, without its weights. Raises BadInput: no folder, a refused model."""
+    return Decoder(
+        read_config(Path(config.model_name_or_path)),
+        dtype=compute_dtype(config, device_kind),
+        tile_numel=config.tile_numel,
+        attn_implementation=config.attn_implementation,
+        frozen=config.freeze,
+        disable_dropout=config.disable_dropout,
+        device=device,
+    )
+
+
+def engine_options(config: TrainConfig, device_kind: str) -> EngineOptions:
+    """Sizes and rules for the engine. Evaluation batches use the same buffers, so the larger of both counts."""
+    keeps_all = config.offload_activations == "none" or (config.offload_activations == "auto" and device_kind == "cpu")
+    return EngineOptions(
+        micro_batch_size=max(config.per_device_train_batch_size, config.eval_batch_size),
+        max_length=config.max_length,
+        micro_batches=config.gradient_accumulation_steps,
+        window=config.window,
+        grad_slots=config.grad_slots,
+        ring=config.ring,
+        saved_on_device=None if keeps_all else 0,
+        update=config.update_program,
+        max_grad_norm=config.max_grad_norm,
+        on_nonfinite=config.on_nonfinite,
+        beta1=config.adam_beta1,
+        beta2=config.adam_beta2,
+        eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+        cpu_threads=config.cpu_threads,
+    )
+
+
+def save_dtype(config: TrainConfig, decoder: Decoder) -> torch.dtype:
+    """Of the saved weights: as in the model's own config, or fp32 where it does not say."""
+    if config.save_dtype == "auto":
+        return decoder.config.dtype or torch.float32
+    return torch.float32 if config.save_dtype == "float32" else torch.bfloat16
