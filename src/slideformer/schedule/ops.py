@@ -138,6 +138,9 @@ class Wait(NamedTuple):
     age: int
     index: int
 
+    def __str__(self) -> str:
+        return f"{self.index}{chr(39) * self.age}"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -154,3 +157,15 @@ class Plan:
     def buffers(self) -> dict[Buffer, None]:
         """Every buffer of the plan, in order of first use."""
         return {a.buffer: None for op in self.ops for a in op.accesses}
+
+    def __str__(self) -> str:
+        """One line an op: number, lane, op, what it reads -> writes, and the ops it waits for (9' is of the run before).
+        A buffer that is read and written stands on the right, with a +."""
+        lines = []
+        for i, (op, waits) in enumerate(zip(self.ops, self.waits, strict=True)):
+            reads = " ".join(str(a.buffer) for a in op.accesses if a.leaves is None)
+            writes = " ".join(f"{a.buffer}{'+' if a.needs else ''}" for a in op.accesses if a.leaves is not None)
+            after = f"  after {' '.join(map(str, waits))}" if waits else ""
+            arrow = f" -> {writes}" if writes else ""
+            lines.append(f"{i:3} {op.lane:8} {op!s:18} {reads}{arrow}{after}")
+        return "\n".join(lines)
