@@ -1,7 +1,8 @@
 """Runs proven plans: one training step, one evaluation."""
 
 from slideformer.engine.engine import Engine
+from slideformer.engine.fit import budget_of, require_fit
 from slideformer.engine.options import EngineOptions
 from slideformer.engine.run import NonFinite, StepResult
 
-__all__ = ["Engine", "EngineOptions", "NonFinite", "StepResult"]
+__all__ = ["Engine", "EngineOptions", "NonFinite", "StepResult", "budget_of", "require_fit"]

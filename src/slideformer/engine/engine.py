@@ -7,6 +7,7 @@ done, so that a caller who submits the next step before asking for this one's lo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,20 +16,22 @@ from slideformer.device import Device
 from slideformer.engine.actions import DeviceActions
 from slideformer.engine.executor import Executor
 from slideformer.engine.feed import Feed, build_feed
+from slideformer.engine.fit import plans_of, require_fit
 from slideformer.engine.host_actions import HostActions
 from slideformer.engine.options import EngineOptions
 from slideformer.engine.run import Run, StepResult
 from slideformer.errors import BadInput, RunFailed
-from slideformer.memory import State, Tier, allocate, needs
+from slideformer.memory import State, allocate
 from slideformer.model.decoder import Decoder
 from slideformer.native import HostKernels, available_cpus, load
-from slideformer.schedule import Plan, StepOptions, build_evaluation, build_step, prove
+from slideformer.schedule import Plan, build_evaluation, build_step, prove
 
 
 class Engine:
     """Context manager: `close` ends its threads (not the device's other lanes' owners: the device is the caller's).
 
-    plan: of a full training step. options: as given; step_options: what the plans were built with.
+    plan: of a full training step. options: as given; step_options: what the plans were built with. budget: bytes
+    allocated, by term and tier.
     """
 
     def __init__(
@@ -39,16 +42,17 @@ class Engine:
         """
         self.decoder, self.device, self.options = decoder, device, options
         self.layout = decoder.layout
-        self._own_kernels = kernels is None
-        self.kernels = kernels or load(options.cpu_threads or _update_threads(device))
         self.step_options = options.step_options(self.layout, decoder.dtype)
         self._shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
+        self.budget = require_fit(
+            self.layout, options, hidden_size=decoder.hidden_size, dtype=decoder.dtype, device_kind=device.kind
+        )
         self._plans: dict[tuple[bool, int], Plan] = {}
         self.plan = self._plan(trains=True, micro_batches=options.micro_batches)
-        plans = [self._plan(trains=t, micro_batches=m) for t in (True, False) for m in (1, options.micro_batches)]
+        self._own_kernels = kernels is None
+        self.kernels = kernels or load(options.cpu_threads or _update_threads(device))
         self.state = State(self.layout, device, self.kernels, keep_residual=decoder.dtype is torch.float32)
-        buffers = allocate(plans, self.layout, self._shape, self.state, device)
-        self._needs = needs(plans, self.layout, self._shape)
+        buffers = allocate(plans_of(self.layout, options, decoder.dtype), self.layout, self._shape, self.state, device)
         self._host = HostActions(self.layout, options, self.kernels)
         actions = {**DeviceActions(decoder, self.kernels).table(), **self._host.table()}
         self.executor = Executor(device, buffers, actions)
@@ -57,12 +61,7 @@ class Engine:
         """Plans are proven when they are built. The last step of an epoch may have fewer micro-batches."""
         key = (trains, micro_batches)
         if key not in self._plans:
-            options = StepOptions(
-                **{
-                    **{f: getattr(self.step_options, f) for f in StepOptions.__dataclass_fields__},
-                    "micro_batches": micro_batches,
-                }
-            )
+            options = replace(self.step_options, micro_batches=micro_batches)
             plan = (build_step if trains else build_evaluation)(self.layout, options)
             prove(plan, self.layout, options)
             self._plans[key] = plan
@@ -127,14 +126,9 @@ class Engine:
         return self._host.num_updates
 
     def memory(self) -> dict[str, int]:
-        """Bytes allocated per tier: device buffers, state and page-locked buffers on the host."""
-        tiers = {"device": 0, "host_state": self.state.nbytes, "host_buffers": 0}
-        for need in self._needs.values():
-            if need.tier is Tier.DEVICE:
-                tiers["device"] += need.numel * need.dtype.itemsize
-            elif need.tier is Tier.LOCKED:
-                tiers["host_buffers"] += need.nbytes
-        return tiers
+        """Bytes allocated per tier: device buffers, state and page-locked buffers on the host. Terms: `budget`."""
+        b = self.budget
+        return {"device": b.device_nbytes, "host_state": b.state_nbytes, "host_buffers": b.host_nbytes - b.state_nbytes}
 
     def close(self) -> None:
         """Wait for what is under way and end the engine's threads. The device stays the caller's."""

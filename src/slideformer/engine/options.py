@@ -19,6 +19,8 @@ class EngineOptions:
     optimizer. saved_on_device: hidden states that stay on the device (None: all that there are). max_grad_norm: 0 is
     off; anything else needs the deferred update. on_nonfinite "skip" leaves the state as it was and goes on, and needs
     the deferred update too. cpu_threads: of the update; None is every CPU but one on CUDA, every CPU otherwise.
+    max_gpu_memory, max_host_memory: bytes that the engine may allocate there; None is what the machine has.
+    ignore_memory_limits: warn and go on where a limit will be exceeded.
     """
 
     micro_batch_size: int = 1
@@ -37,6 +39,9 @@ class EngineOptions:
     eps: float = 1e-8
     weight_decay: float = 0.0
     cpu_threads: int | None = None
+    max_gpu_memory: int | None = None
+    max_host_memory: int | None = None
+    ignore_memory_limits: bool = False
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "max_length", "micro_batches", "window", "grad_slots", "ring"):

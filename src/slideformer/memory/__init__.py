@@ -1,7 +1,25 @@
 """Bytes on each tier: arenas on the host, the state, and the buffers that plans name."""
 
+from slideformer.memory.budget import Budget, Limit, budget, size
 from slideformer.memory.buffers import BatchShape, Cell, Need, Tier, allocate, needs
 from slideformer.memory.host import Arena
+from slideformer.memory.machine import host_limit, resident_nbytes
 from slideformer.memory.state import Moments, State
 
-__all__ = ["Arena", "BatchShape", "Cell", "Moments", "Need", "State", "Tier", "allocate", "needs"]
+__all__ = [
+    "Arena",
+    "BatchShape",
+    "Budget",
+    "Cell",
+    "Limit",
+    "Moments",
+    "Need",
+    "State",
+    "Tier",
+    "allocate",
+    "budget",
+    "host_limit",
+    "needs",
+    "resident_nbytes",
+    "size",
+]

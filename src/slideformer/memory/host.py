@@ -22,6 +22,11 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
+def arena_nbytes(sizes: Iterable[tuple[int, torch.dtype]]) -> int:
+    """Bytes of an arena that holds exactly these (numel, dtype) tensors, each starting on a cache line."""
+    return sum(aligned(numel * dtype.itemsize) for numel, dtype in sizes)
+
+
 class Arena:
     """Anonymous memory of a fixed size, handed out front to back, zero at first and not touched before it is used."""
 
@@ -47,8 +52,7 @@ class Arena:
 
     @classmethod
     def of(cls, sizes: Iterable[tuple[int, torch.dtype]], name: str) -> Arena:
-        """An arena that holds exactly these (numel, dtype) tensors, each starting on a cache line."""
-        return cls(sum(aligned(numel * dtype.itemsize) for numel, dtype in sizes), name)
+        return cls(arena_nbytes(sizes), name)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The next [numel] of the arena, starting on a cache line."""

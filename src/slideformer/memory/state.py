@@ -12,7 +12,7 @@ import torch
 
 from slideformer.device import Device
 from slideformer.layout import Layout
-from slideformer.memory.host import Arena
+from slideformer.memory.host import Arena, arena_nbytes
 from slideformer.native import HostKernels
 
 PIECE_NUMEL = 1 << 22
@@ -24,33 +24,40 @@ class Moments(NamedTuple):
     exp_avg_sq: torch.Tensor
 
 
+def state_sizes(layout: Layout, *, keep_residual: bool) -> dict[str, list[tuple[int, torch.dtype]]]:
+    """Lengths and dtypes of every plane and moment, per unit. keep_residual: see `State`."""
+    units = layout.units
+    trained = [(u.train_numel, torch.float32) for u in units]
+    return {
+        "weights": [(u.numel, torch.bfloat16) for u in units],
+        "residuals": [(u.numel if keep_residual else u.train_numel, torch.int16) for u in units],
+        "first moments": trained,
+        "second moments": trained,
+    }
+
+
+def state_nbytes(layout: Layout, *, keep_residual: bool) -> dict[str, int]:
+    """Bytes of each arena of a `State`."""
+    return {name: arena_nbytes(sizes) for name, sizes in state_sizes(layout, keep_residual=keep_residual).items()}
+
+
 class State:
     """Flat host tensors per unit: weight bf16 [numel], residual int16, exp_avg and exp_avg_sq fp32 [train_numel]."""
 
     def __init__(self, layout: Layout, device: Device, kernels: HostKernels, *, keep_residual: bool) -> None:
         """keep_residual: frozen parameters keep their residual plane too (fp32 compute reads it)."""
         self.layout, self._kernels = layout, kernels
-        units = layout.units
-        numels = [u.numel for u in units]
-        residuals = [u.numel if keep_residual else u.train_numel for u in units]
-        trained = [u.train_numel for u in units]
-        self.arenas = {
-            "weight": Arena.of([(n, torch.bfloat16) for n in numels], "weight planes"),
-            "residual": Arena.of([(n, torch.int16) for n in residuals], "residual planes"),
-            "exp_avg": Arena.of([(n, torch.float32) for n in trained], "first moments"),
-            "exp_avg_sq": Arena.of([(n, torch.float32) for n in trained], "second moments"),
-        }
-        self.weight = [self.arenas["weight"].take(n, torch.bfloat16) for n in numels]
-        self.residual = [self.arenas["residual"].take(n, torch.int16) for n in residuals]
-        self.moments = [
-            Moments(*(self.arenas[name].take(n, torch.float32) for name in ("exp_avg", "exp_avg_sq"))) for n in trained
-        ]
+        sizes = state_sizes(layout, keep_residual=keep_residual)
+        self.arenas = {name: Arena.of(needed, name) for name, needed in sizes.items()}
+        planes = {name: [self.arenas[name].take(*one) for one in needed] for name, needed in sizes.items()}
+        self.weight, self.residual = planes["weights"], planes["residuals"]
+        self.moments = [Moments(*pair) for pair in zip(planes["first moments"], planes["second moments"], strict=True)]
         for moments in self.moments:  # touched now, so that no step pays for the pages
             moments.exp_avg.zero_()
             moments.exp_avg_sq.zero_()
-        self.weights_locked = self.arenas["weight"].page_lock(device)
+        self.weights_locked = self.arenas["weights"].page_lock(device)
         if keep_residual:
-            self.arenas["residual"].page_lock(device)
+            self.arenas["residuals"].page_lock(device)
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,132 @@
+"""What a run takes on each tier, whether it fits, and what to change if it does not. Allocates nothing.
+
+For the engine before it allocates, and for whoever wants to know without one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from slideformer.engine.options import EngineOptions
+from slideformer.errors import DoesNotFit
+from slideformer.layout import Layout
+from slideformer.memory import Budget, Limit, budget, host_limit, resident_nbytes, size
+from slideformer.schedule import Plan, build_evaluation, build_step
+
+log = logging.getLogger(__name__)
+
+
+def plans_of(layout: Layout, options: EngineOptions, dtype: torch.dtype) -> list[Plan]:
+    """The plans that between them name every buffer an engine needs, not proven: a training step and an evaluation,
+    each with the most micro-batches and with one."""
+    full = options.step_options(layout, dtype)
+    counts = sorted({options.micro_batches, 1}, reverse=True)
+    return [build(layout, replace(full, micro_batches=m)) for m in counts for build in (build_step, build_evaluation)]
+
+
+def budget_of(layout: Layout, options: EngineOptions, *, hidden_size: int, dtype: torch.dtype) -> Budget:
+    """Bytes by term and tier that an engine allocates for this layout (`decoder.layout`) and these options.
+
+    hidden_size, dtype: the decoder's. Pure arithmetic, some milliseconds a block; needs no weights and no device.
+    On the CPU backend both tiers are the host's memory: `.on_one_tier()`.
+    """
+    return budget(plans_of(layout, options, dtype), layout, options.batch_shape(hidden_size, dtype))
+
+
+def require_fit(
+    layout: Layout, options: EngineOptions, *, hidden_size: int, dtype: torch.dtype, device_kind: str
+) -> Budget:
+    """The budget, if it fits; else DoesNotFit with the terms, largest first, and the cheapest changes.
+
+    Limits: max_gpu_memory for the device's buffers; max_host_memory for state and host buffers; and for these with
+    what the process takes already, the memory of the machine or its container. On the "cpu" device the device's buffers
+    count as the host's. With options.ignore_memory_limits it is a warning.
+    """
+    found = budget_of(layout, options, hidden_size=hidden_size, dtype=dtype)
+
+    def placed(b: Budget) -> Budget:
+        return b.on_one_tier() if device_kind == "cpu" else b
+
+    given = None if options.max_host_memory is None else Limit(options.max_host_memory, "max_host_memory")
+    device = None if options.max_gpu_memory is None else Limit(options.max_gpu_memory, "max_gpu_memory")
+    machine = host_limit()
+    left = Limit(max(machine.nbytes - resident_nbytes(), 0), f"{machine.name} that this process does not use yet")
+    host = left if given is None else min(given, left)
+
+    def excess_nbytes(trial: EngineOptions) -> int:
+        trial_budget = placed(budget_of(layout, trial, hidden_size=hidden_size, dtype=dtype))
+        return sum(max(over, 0) for over in trial_budget.excess(device, host))
+
+    try:
+        placed(found).require(device, host, advice=lambda: _advice(options, excess_nbytes))
+    except DoesNotFit as error:
+        if not options.ignore_memory_limits:
+            raise
+        log.warning("%s", error)
+    return found
+
+
+_CHEAPER: tuple[Callable[[EngineOptions], EngineOptions], ...] = (
+    lambda o: replace(o, grad_slots=1),
+    lambda o: replace(o, saved_on_device=0),
+    lambda o: replace(o, window=1),
+    lambda o: replace(o, ring=min(o.ring, 2)),
+    lambda o: (
+        replace(o, micro_batch_size=-(-o.micro_batch_size // 2), micro_batches=2 * o.micro_batches)
+        if o.micro_batch_size > 1
+        else o
+    ),
+    lambda o: replace(o, update="eager", max_grad_norm=0.0, on_nonfinite="stop"),
+    lambda o: replace(o, micro_batches=-(-o.micro_batches // 2)),
+    lambda o: replace(o, max_length=-(-o.max_length // 2)),
+)
+"""Each takes one step towards less memory; cheapest first: those that cost only speed, then what changes the run."""
+
+_TOGETHER = (
+    ("grad_slots",),
+    ("saved_on_device",),
+    ("window",),
+    ("ring",),
+    ("micro_batch_size", "micro_batches"),
+    ("update", "max_grad_norm", "on_nonfinite"),
+    ("max_length",),
+)
+_CONFIG_KEYS = {
+    "saved_on_device": "offload_activations",
+    "micro_batch_size": "per_device_train_batch_size",
+    "micro_batches": "gradient_accumulation_steps",
+}
+
+
+def _advice(options: EngineOptions, excess_nbytes: Callable[[EngineOptions], int]) -> str:
+    """The cheapest changes that make it fit, or that nothing here does. excess_nbytes: what is too much."""
+    changed, excess = options, excess_nbytes(options)
+    for cheaper in _CHEAPER:
+        while excess > 0:
+            trial = cheaper(changed)
+            trial_excess = excess if trial == changed else excess_nbytes(trial)
+            if trial_excess >= excess:
+                break
+            changed, excess = trial, trial_excess
+    if excess > 0:
+        return (
+            f"With every setting at its smallest it is still {size(excess)} too much: use a smaller model, freeze "
+            "parameters, or take a machine with more memory"
+        )
+    for fields in _TOGETHER:  # some early change may not be needed after a later, larger one
+        kept = replace(changed, **{f: getattr(options, f) for f in fields})
+        if kept != changed and excess_nbytes(kept) <= 0:
+            changed = kept
+    return f"Cheapest change that makes it fit: {', '.join(_differences(options, changed))}"
+
+
+def _differences(old: EngineOptions, new: EngineOptions) -> Iterator[str]:
+    for name in (f for fields in _TOGETHER for f in fields):
+        value = getattr(new, name)
+        if value != getattr(old, name):
+            shown = "cpu" if name == "saved_on_device" else f"{value:g}" if isinstance(value, float) else value
+            yield f"{_CONFIG_KEYS.get(name, name)}: {shown}"
