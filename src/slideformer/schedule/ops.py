@@ -159,8 +159,10 @@ class Plan:
         return {a.buffer: None for op in self.ops for a in op.accesses}
 
     def __str__(self) -> str:
-        """One line an op: number, lane, op, what it reads -> writes, and the ops it waits for (9' is of the run before).
-        A buffer that is read and written stands on the right, with a +."""
+        """One line an op: number, lane, op, what it reads -> what it writes, and which ops it waits for.
+
+        9' is op 9 of the run before. A buffer that is read and written stands on the right, with a +.
+        """
         lines = []
         for i, (op, waits) in enumerate(zip(self.ops, self.waits, strict=True)):
             reads = " ".join(str(a.buffer) for a in op.accesses if a.leaves is None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from slideformer.schedule.ops import LaneName, Op, OpKind, Plan
 
-SHADES = {
+LETTERS = {
     OpKind.FORWARD: "F",
     OpKind.BACKWARD: "B",
     OpKind.HEAD: "H",
@@ -25,6 +26,22 @@ SHADES = {
     OpKind.SPILL: "s",
     OpKind.FETCH: "f",
     OpKind.GATHER: "g",
+}
+OTHER = "-"
+LEGEND = {
+    "F": "forward",
+    "B": "backward",
+    "H": "head",
+    "E": "embedding",
+    "u": "upload",
+    "d": "download",
+    "r": "rows",
+    "U": "update",
+    "R": "table-update",
+    "s": "spill",
+    "f": "fetch",
+    "g": "gather",
+    OTHER: "other",
 }
 
 
@@ -66,27 +83,44 @@ class Timeline:
         return {lane: used / length if length else 0.0 for lane, used in total.items()}
 
     def text(self, *, width: int = 100, run: int | None = None) -> str:
-        """A picture: one line a lane, one letter per slice of time, '.' where the lane is idle."""
-        spans = [s for s in self.spans if run is None or s.run == run]
-        begin, end = min(s.start_s for s in spans), max(s.end_s for s in spans)
+        """A picture: one line a lane, one letter per slice of time, '.' where the lane is idle, and its busy share.
+
+        run: only from this run's first op in the compute lane to the next run's, with whatever runs then.
+        """
+        begin, end = self._period(run)
         slice_s = (end - begin) / width or 1.0
-        lines = []
+        lines, seen = [], set()
         for lane in LaneName:
-            used: list[dict[str, float]] = [{} for _ in range(width)]
-            for span in (s for s in spans if s.op.lane is lane):
-                letter = SHADES.get(span.op.kind, "-")
-                first = min(int((span.start_s - begin) / slice_s), width - 1)
-                last = min(int((span.end_s - begin) / slice_s), width - 1)
-                for column in range(first, last + 1):
-                    left, right = begin + column * slice_s, begin + (column + 1) * slice_s
-                    overlap = min(span.end_s, right) - max(span.start_s, left)
-                    used[column][letter] = used[column].get(letter, 0.0) + overlap
-            if any(used):
-                row = "".join(max(u, key=u.__getitem__) if sum(u.values()) > 0.3 * slice_s else "." for u in used)
-                lines.append(f"{lane:>9} {row}")
+            columns = self._columns(lane, begin, slice_s, width)
+            share = sum(sum(c.values()) for c in columns) / (slice_s * width)
+            if share > 0:
+                row = "".join(_letter(c, slice_s) for c in columns)
+                seen.update(row)
+                lines.append(f"{lane:>9} {row} {share:4.0%}")
         ruler = f"0 s{f'{end - begin:.3g} s':>{width - 3}}"
-        legend = "F forward  B backward  H head  E embedding  u upload  d download  U update  R table rows  g gather"
-        return "\n".join([*lines, f"{'':>9} {ruler}", f"{'':>9} {legend}"])
+        legend = textwrap.wrap(" ".join(f"{k}={v}" for k, v in LEGEND.items() if k in seen), width)
+        return "\n".join([*lines, *(f"{'':>9} {line}" for line in (ruler, *legend))])
+
+    def _period(self, run: int | None) -> tuple[float, float]:
+        if run is None:
+            return min(s.start_s for s in self.spans), self.end_s
+        starts = [s for s in self.spans if s.op.lane is LaneName.COMPUTE]
+        begin = min(s.start_s for s in starts if s.run == run)
+        return begin, min((s.start_s for s in starts if s.run == run + 1), default=self.end_s)
+
+    def _columns(self, lane: LaneName, begin: float, slice_s: float, width: int) -> list[dict[str, float]]:
+        """Per slice of time: how long this lane works for each letter."""
+        columns: list[dict[str, float]] = [{} for _ in range(width)]
+        for span in (s for s in self.spans if s.op.lane is lane):
+            letter = LETTERS.get(span.op.kind, OTHER)
+            first = max(int((span.start_s - begin) / slice_s), 0)
+            last = min(int((span.end_s - begin) / slice_s), width - 1)
+            for column in range(first, last + 1):
+                left, right = begin + column * slice_s, begin + (column + 1) * slice_s
+                overlap = min(span.end_s, right) - max(span.start_s, left)
+                if overlap > 0:
+                    columns[column][letter] = columns[column].get(letter, 0.0) + overlap
+        return columns
 
     def chrome_trace(self) -> str:
         """JSON for chrome://tracing or Perfetto: one thread a lane, microseconds."""
@@ -108,6 +142,11 @@ class Timeline:
             for s in self.spans
         ]
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _letter(column: dict[str, float], slice_s: float) -> str:
+    """What fills most of a slice; a tenth of it is enough to be seen."""
+    return max(column, key=column.__getitem__) if sum(column.values()) > 0.1 * slice_s else "."
 
 
 def simulate(plan: Plan, cost_s: Callable[[Op], float], *, runs: int = 1) -> Timeline:

@@ -1,0 +1,186 @@
+"""What plans promise beyond being right: bytes over the link, positions, turns, overlap, the cost of a plan."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from schedule.plans import Case, cases, tiny_layout
+from slideformer.layout import Layout, Param, Unit, UnitKind
+from slideformer.schedule import (
+    LaneName,
+    OpKind,
+    Place,
+    Plan,
+    StepOptions,
+    Update,
+    build_evaluation,
+    build_step,
+    prove,
+    simulate,
+)
+
+UPDATES = (OpKind.UPDATE, OpKind.UPDATE_REST, OpKind.UPDATE_ROWS)
+
+
+def uploads(plan: Plan, layout: Layout) -> Counter[tuple[int, int]]:
+    """How often each tile of a block is uploaded."""
+    return Counter((op.unit, op.tile) for op in plan.ops if op.kind is OpKind.UPLOAD and op.unit in layout.blocks)
+
+
+def positions(plan: Plan, place: Place) -> list[int]:
+    """The positions of one kind that ops write from scratch, in program order."""
+    accesses = (a for op in plan.ops for a in op.accesses if a.buffer.place is place)
+    return [a.buffer.index[0] for a in accesses if a.leaves is not None and a.needs is None]
+
+
+def big_layout(*, num_blocks: int = 32, tied: bool = False) -> Layout:
+    """The shape of Llama-3.1-8B: 8.03 G parameters, tiles of 16 Mi elements."""
+    hidden, inner, kv, vocabulary = 4096, 14336, 1024, 128256
+    shapes = [(hidden, hidden)] * 2 + [(kv, hidden)] * 2 + [(inner, hidden)] * 3 + [(hidden,)] * 2
+    units = [Unit("table", UnitKind.TABLE, (Param("table", (vocabulary, hidden)),))]
+    for b in range(num_blocks):
+        params = tuple(Param(f"{b}.{i}", shape, decay=len(shape) > 1) for i, shape in enumerate(shapes))
+        units.append(Unit(f"block.{b}", UnitKind.BLOCK, params))
+    units.append(Unit("final", UnitKind.FINAL, (Param("final", (hidden,), decay=False),)))
+    if not tied:
+        units.append(Unit("output", UnitKind.OUTPUT, (Param("output", (vocabulary, hidden)),)))
+    return Layout(tuple(units), 16 << 20, tied)
+
+
+@given(cases(training=True))
+@settings(max_examples=100, deadline=None)
+def test_weights_cross_the_link_once_a_pass_however_many_micro_batches(case: Case):
+    if not case.plan.trains:
+        return
+    counts = uploads(case.plan, case.layout)
+    one = build_step(case.layout, replace(case.options, micro_batches=1))
+    assert counts == uploads(one, case.layout)
+    tiles = {(b, t.index) for b in case.layout.blocks for t in case.layout.tiles(b)}
+    assert set(counts) == tiles and set(counts.values()) <= {1, 2}
+    last = case.layout.blocks[-case.options.window :]
+    assert all(counts[tile] == 1 for tile in tiles if tile[0] in last), "the last blocks are there from the walk up"
+    others = [u for u in range(len(case.layout.units)) if u not in case.layout.blocks and (u or case.layout.tied)]
+    dense = Counter((op.unit, op.tile) for op in case.plan.ops if op.kind is OpKind.UPLOAD) - counts
+    assert dense == Counter((u, t.index) for u in others for t in case.layout.tiles(u))
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5])
+def test_all_but_the_last_window_blocks_are_uploaded_twice(window: int):
+    layout = tiny_layout(5)
+    counts = uploads(build_step(layout, StepOptions(window=window)), layout)
+    assert [counts[block, 0] for block in layout.blocks] == [2] * (5 - window) + [1] * window
+    assert set(uploads(build_evaluation(layout, StepOptions(window=window)), layout).values()) == {1}
+
+
+@given(cases())
+@settings(max_examples=100, deadline=None)
+def test_positions_on_the_device_are_never_exceeded(case: Case):
+    limits = {
+        Place.SLOT: case.options.window,
+        Place.GRAD: case.options.grad_slots,
+        Place.RING: case.options.ring,
+        Place.HIDDEN: case.options.hidden_pool + case.options.hidden_ring,
+        Place.CALL: case.options.micro_batches,
+    }
+    for buffer in case.plan.buffers():
+        assert buffer.index == () or buffer.index[0] < limits.get(buffer.place, 1000)
+
+
+@pytest.mark.parametrize("frozen", [frozenset(), frozenset({"w1", "n1", "w3", "n3"})], ids=["all", "every other"])
+def test_gradient_slots_and_ring_are_used_in_turn(frozen: frozenset[str]):
+    plan = build_step(tiny_layout(5, frozen=frozen), StepOptions(grad_slots=2, ring=3))
+    slots, ring = positions(plan, Place.GRAD), positions(plan, Place.RING)
+    assert slots == [i % 2 for i in range(5 - len(frozen) // 2)]
+    assert ring == [i % 3 for i in range(len(ring))]
+
+
+@given(cases(training=True))
+@settings(max_examples=100, deadline=None)
+def test_every_trained_tile_is_updated_exactly_once_and_no_frozen_one(case: Case):
+    if not case.plan.trains:
+        return
+    updates = Counter((op.unit, op.tile) for op in case.plan.ops if op.kind in (OpKind.UPDATE, OpKind.UPDATE_REST))
+    units = range(len(case.layout.units))
+    assert updates == Counter((u, t.index) for u in units for t in case.layout.tiles(u, trained=True))
+    rows = [op for op in case.plan.ops if op.kind is OpKind.UPDATE_ROWS]
+    assert len(rows) == (case.layout.units[0].train_numel > 0)
+    moved = {op.unit for op in case.plan.ops if op.lane is LaneName.DOWNLOAD and op.unit >= 0}
+    assert moved == {u for u in units if case.layout.units[u].train_numel}
+
+
+@given(cases(training=False))
+@settings(max_examples=60, deadline=None)
+def test_an_evaluation_writes_no_state(case: Case):
+    touched = [a for op in case.plan.ops for a in op.accesses if a.leaves is not None]
+    assert not {a.buffer.place for a in touched} & {Place.WEIGHT, Place.RESIDUAL, Place.MOMENTS}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("update", list(Update))
+def test_weights_of_the_next_step_go_up_before_the_last_update_of_this_one_ends(update: Update, tied: bool):
+    plan = build_step(big_layout(tied=tied), StepOptions(update=update, hidden_pool=40))
+    timeline = simulate(plan, lambda op: 1e-3, runs=2)
+    last_update = max(s.end_s for s in timeline.spans if s.run == 0 and s.op.kind in UPDATES)
+    first_upload = min(s.start_s for s in timeline.spans if s.run == 1 and s.op.kind is OpKind.UPLOAD)
+    assert first_upload < last_update
+
+
+def test_no_update_waits_for_the_end_of_backward_when_eager():
+    plan = build_step(big_layout(), StepOptions(hidden_pool=40))
+    spans = simulate(plan, lambda op: 1e-3).spans
+    first_update = min(s.start_s for s in spans if s.op.kind is OpKind.UPDATE)
+    backwards = [s.start_s for s in spans if s.op.kind is OpKind.BACKWARD]
+    assert sum(start > first_update for start in backwards) > 0.8 * len(backwards)
+
+
+def test_two_micro_batches_through_a_ring_of_four_spill_each_input_once():
+    """The hidden gradients of both stay: only saved inputs move (once 84 spills for 56 inputs)."""
+    plan = build_step(tiny_layout(28), StepOptions(micro_batches=2, hidden_ring=4))
+    moved = Counter(
+        a.needs for op in plan.ops if op.kind in (OpKind.SPILL, OpKind.FETCH) for a in op.accesses if a.needs
+    )
+    assert {value[0] for value in moved} == {"x"}
+    assert max(moved.values()) <= 2, "out once and back once"
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+def test_a_pool_for_all_saved_inputs_and_gradients_leaves_nothing_to_spill(micro_batches: int):
+    options = StepOptions(micro_batches=micro_batches, hidden_pool=7 * micro_batches, hidden_ring=2)
+    kinds = {op.kind for op in build_step(tiny_layout(6), options).ops}
+    assert not kinds & {OpKind.SPILL, OpKind.FETCH}
+
+
+@pytest.mark.parametrize("update", list(Update))
+def test_an_8b_plan_builds_and_proves_in_well_under_a_second(update: Update):
+    """Measured on one busy core of a 2-core container (2026-12): 2,100 ops, 0.05 s to build, 0.05 s to prove."""
+    layout, options = big_layout(), StepOptions(update=update, hidden_pool=40)
+    start = time.process_time()
+    plan = build_step(layout, options)
+    built = time.process_time()
+    prove(plan, layout, options)
+    proven = time.process_time()
+    assert 1500 < len(plan.ops) < 2500
+    assert built - start < 1.0 and proven - built < 1.0
+
+
+def test_waits_stay_few():
+    """A wait is an event on the device: less than one an op, and none that another one implies."""
+    plan = build_step(big_layout(), StepOptions(hidden_pool=40))
+    assert sum(map(len, plan.waits)) < len(plan.ops)
+    assert max(map(len, plan.waits)) < len(LaneName)
+
+
+def test_options_out_of_range_and_nothing_to_train_are_refused():
+    layout = tiny_layout(1)
+    for name, value in (("window", 0), ("grad_slots", 0), ("ring", 0), ("micro_batches", -1), ("hidden_pool", -1)):
+        with pytest.raises(ValueError, match=f"{name} is {value}, must be at least"):
+            StepOptions(**{name: value})
+    with pytest.raises(ValueError, match="hidden_ring is 1, must be at least 2"):
+        build_step(layout, StepOptions(hidden_ring=1))
+    with pytest.raises(ValueError, match="no parameter is trainable"):
+        build_step(tiny_layout(1, frozen=frozenset({"table", "w0", "n0", "final"})), StepOptions())
