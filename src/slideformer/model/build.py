@@ -41,7 +41,7 @@ def build(
     parameters of another dtype, persistent buffers, or buffers that its own initialisation does not fill.
     """
     config = copy.deepcopy(config)
-    _refuse_config(config, disable_dropout=disable_dropout)
+    refuse_config(config, disable_dropout=disable_dropout)
     config.use_cache = False
     implementation = choose_attention(config) if attn_implementation == "auto" else attn_implementation
     try:
@@ -54,8 +54,9 @@ def build(
             f"{config.model_type} cannot be built with attn_implementation {implementation!r}: {error}"
         ) from error
     model.eval()
-    # Its warning about padding reads ids from the device and would look at remapped ones; padding is ours to handle.
-    model.config.pad_token_id = None
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):  # the warning reads ids from the device, and ours are remapped
+            module.warn_if_padding_and_no_attention_mask = _no_warning
     _refuse_modules(model, dtype, disable_dropout=disable_dropout)
     _fill_buffers(model, device)
     return model
@@ -69,7 +70,8 @@ def choose_attention(config: PretrainedConfig) -> str:
     return "sdpa" if model_class._supports_sdpa else "eager"
 
 
-def _refuse_config(config: PretrainedConfig, *, disable_dropout: bool) -> None:
+def refuse_config(config: PretrainedConfig, *, disable_dropout: bool) -> None:
+    """Raise ModelRefused for what a config alone shows to be impossible. disable_dropout: set dropout to 0 in it."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ModelRefused(f"{kind} is an encoder-decoder; only decoder-only models are trained: choose one.")
@@ -87,6 +89,11 @@ def _refuse_config(config: PretrainedConfig, *, disable_dropout: bool) -> None:
         raise ModelRefused(
             f"{kind} has no causal language model in transformers; only AutoModelForCausalLM classes are trained: "
             "use the text-only checkpoint of this family, where there is one."
+        )
+    if getattr(config, "num_hidden_layers", None) is None:
+        raise ModelRefused(
+            f"{kind} has no num_hidden_layers of its own: it is put together from several models; only a text model "
+            "with one list of blocks is trained: use the text-only checkpoint of this family, where there is one."
         )
     values = {name: value for name, value in config.to_dict().items() if isinstance(value, (int, float))}
     for name, value in values.items():
@@ -113,6 +120,10 @@ def _dropout_text(kind: str, found: dict[str, float]) -> str:
         f"{kind} trains with dropout ({listed}), and a block that is run again in backward would draw other masks; "
         "dropout must be 0: set disable_dropout: true to train without it."
     )
+
+
+def _no_warning(*_args: object) -> None:
+    """Padding is the caller's business."""
 
 
 def _refuse_modules(model: nn.Module, dtype: torch.dtype, *, disable_dropout: bool) -> None:

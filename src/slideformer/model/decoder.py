@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slideformer.layout import Layout, Param, Unit, UnitKind
 from slideformer.model.build import ModelRefused, build, some
+from slideformer.model.liger import apply_liger_kernel
 from slideformer.model.names import checkpoint_names
 from slideformer.model.parts import Binding, Call, Parts, find_parts
 from slideformer.model.projection import Projection, projection_of
@@ -40,12 +41,14 @@ class Decoder:
         attn_implementation: str = "auto",
         frozen: tuple[str, ...] = (),
         disable_dropout: bool = False,
+        use_liger_kernel: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         """Reads no weights and allocates nothing of the model's size.
 
         dtype: of parameters and compute, float32 or bfloat16. frozen: regular expressions, searched in parameter names;
-        what they find is not trained. device: where the glue's buffers (rotary tables) live and calls are made.
+        what they find is not trained. use_liger_kernel: the blocks' norms, activations and rotary embedding from the
+        liger-kernel package. device: where the glue's buffers (rotary tables) live and calls are made.
         Raises ModelRefused when the model cannot be trained right, or a pattern finds nothing, or all of them find all.
         """
         device = torch.device(device)
@@ -54,6 +57,8 @@ class Decoder:
         self._model = build(
             config, dtype=dtype, attn_implementation=attn_implementation, disable_dropout=disable_dropout, device=device
         )
+        if use_liger_kernel:
+            apply_liger_kernel(self._model)
         self.attn_implementation: str = self._model.config._attn_implementation
         self.architecture = type(self._model).__name__
         self._parts = find_parts(self._model, device)
@@ -67,6 +72,11 @@ class Decoder:
         self._glue = Binding(self._model, self._parts.glue_names)
         self._blocks = [Binding(self._model, names) for names in self._parts.block_names]
         self._final = Binding(self._model, self._parts.final_names)
+
+    @property
+    def module_config(self) -> PretrainedConfig:
+        """The config the module really has: dropout 0, no cache, the attention implementation chosen."""
+        return self._model.config
 
     @property
     def buffer_nbytes(self) -> int:
