@@ -64,6 +64,8 @@ class Unit:
         object.__setattr__(self, "params", tuple(ordered))
         if not ordered:
             raise ValueError(f"unit {self.name} has no parameters")
+        if empty := [p.name for p in ordered if p.numel < 1]:
+            raise ValueError(f"unit {self.name} has parameters without elements, which cannot be cut: {empty}")
         if self.kind in (UnitKind.TABLE, UnitKind.OUTPUT) and (len(ordered) != 1 or len(ordered[0].shape) != 2):
             raise ValueError(f"unit {self.name} must hold exactly one matrix, found {[p.shape for p in ordered]}")
 
