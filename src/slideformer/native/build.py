@@ -5,18 +5,15 @@ For a checkout without pip (PYTHONPATH=src), and for an installation that had no
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from slideformer.native.library import LIBRARY_NAME
+from slideformer.native.library import LIBRARY_NAME, SOURCES
 
-SOURCES = Path(__file__).with_name("csrc")
 COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT_S = 300  # a build takes ~4 s on one core
 
@@ -48,14 +45,6 @@ def why_missing() -> str:
         except BuildFailed as failure:
             return str(failure)
     return "it was never built here, though it can be"
-
-
-def source_digest() -> str:
-    """SHA-256 over the sources beside this file, as CMakeLists.txt puts it into the library."""
-    listed = re.search(r"set\(sources ([^)]*)\)", (SOURCES / "CMakeLists.txt").read_text())
-    assert listed, "csrc/CMakeLists.txt names its sources in set(sources ...)"
-    digests = [f"{name} {hashlib.sha256((SOURCES / name).read_bytes()).hexdigest()}\n" for name in listed[1].split()]
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def _compiler() -> str | None:

@@ -5,6 +5,8 @@ csrc/slideformer_native.h says what each function does; this file only turns che
 
 from __future__ import annotations
 
+import hashlib
+import re
 import weakref
 from ctypes import CDLL, POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import astuple, fields
@@ -18,7 +20,7 @@ from slideformer.native.kernels import bad_row, check_gather, check_planes, chec
 from slideformer.optim import Hyper, Scalars
 
 LIBRARY_NAME = "libslideformer_native.so"
-ABI_VERSION = 1  # SF_ABI_VERSION of csrc/slideformer_native.h
+SOURCES = Path(__file__).with_name("csrc")
 GRAD_KINDS = {torch.bfloat16: 1, torch.float32: 2}  # enum sf_grad
 
 
@@ -33,18 +35,14 @@ class _State(Structure):
 def open_library(path: Path) -> CDLL:
     """The library at `path`, with the types of its functions declared.
 
-    Raises OSError if it cannot be loaded or speaks another version of the interface.
+    Raises OSError if it cannot be loaded or was built from other sources than those beside this file.
     """
     library = CDLL(str(path))
-    try:
-        found = library.sf_abi_version()
-    except AttributeError:
-        found = None
-    if found != ABI_VERSION:
-        raise OSError(f"{path} has interface version {found}, this package needs {ABI_VERSION}; build it again")
+    library.sf_source_digest.restype = c_char_p
+    if library.sf_source_digest().decode() != source_digest():
+        raise OSError(f"{path} was built from other sources than {SOURCES}")
     pool, rows, scalars, state = c_void_p, c_void_p, POINTER(_Scalars), POINTER(_State)
     signatures = {
-        "sf_source_digest": (c_char_p, []),
         "sf_isas": (c_char_p, []),
         "sf_pool_create": (c_void_p, [c_int32, c_char_p]),
         "sf_pool_destroy": (None, [pool]),
@@ -62,6 +60,14 @@ def open_library(path: Path) -> CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def source_digest() -> str:
+    """SHA-256 over the sources beside this file, as CMakeLists.txt puts it into the library."""
+    listed = re.search(r"set\(sources ([^)]*)\)", (SOURCES / "CMakeLists.txt").read_text())
+    assert listed, "csrc/CMakeLists.txt names its sources in set(sources ...)"
+    digests = [f"{name} {hashlib.sha256((SOURCES / name).read_bytes()).hexdigest()}\n" for name in listed[1].split()]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 class NativeKernels:
@@ -82,11 +88,6 @@ class NativeKernels:
         if self._pool is None:
             raise OSError(f"could not start {threads - 1} threads for the native kernels; ask for fewer")
         self._end = weakref.finalize(self, library.sf_pool_destroy, self._pool)
-
-    @property
-    def source_digest(self) -> str:
-        """SHA-256 over the sources that the library was built from (`slideformer.native.build.source_digest`)."""
-        return self._library.sf_source_digest().decode()
 
     def update(
         self, weight: Tensor, residual: Tensor, grad: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, hyper: Hyper

@@ -21,34 +21,28 @@ log = logging.getLogger(__name__)
 def load(threads: int | None = None, *, isa: str | None = None) -> HostKernels:
     """The native kernels on `threads` threads (None: every CPU this process may use), or the torch stand-in.
 
-    Where the library is missing or cannot be loaded, the first call says so at WARNING, with the cost and the
+    Where there is no library, or none of these sources, the first call says so at WARNING, with the cost and the
     compiler's error. Raises ValueError for a thread count below 1 or an instruction set that cannot run here.
     """
-    path = find_library()
-    if path is None:
-        _warn_once()
-        return TorchKernels()
+    problems: list[str] = []
+    for path in filter(Path.exists, _places()):
+        try:
+            return NativeKernels(open_library(path), threads=available_cpus() if threads is None else threads, isa=isa)
+        except OSError as error:
+            problems.append(str(error))
+    _warn_once("; ".join(problems))
+    return TorchKernels()
+
+
+def _places() -> list[Path]:
+    """Where the library may lie: beside this file (installed, or built in the tree), and where the installed package
+    keeps it. The two differ for an editable install: sources stay in the tree, the library goes to site-packages."""
+    places = [Path(__file__).with_name(LIBRARY_NAME)]
     try:
-        library = open_library(path)
-    except OSError as error:
-        _warn_once(str(error))
-        return TorchKernels()
-    return NativeKernels(library, threads=available_cpus() if threads is None else threads, isa=isa)
-
-
-def find_library() -> Path | None:
-    """The library beside this file (installed, or built in the tree), else where the installed package keeps it.
-
-    The two differ for an editable install: the sources stay in the tree, the library goes to site-packages.
-    """
-    beside = Path(__file__).with_name(LIBRARY_NAME)
-    if beside.exists():
-        return beside
-    try:
-        installed = Path(str(metadata.distribution("slideformer").locate_file(f"slideformer/native/{LIBRARY_NAME}")))
+        installed = metadata.distribution("slideformer")
     except metadata.PackageNotFoundError:
-        return None
-    return installed if installed.exists() else None
+        return places
+    return [*places, Path(str(installed.locate_file(f"slideformer/native/{LIBRARY_NAME}")))]
 
 
 def available_cpus() -> int:
@@ -62,12 +56,12 @@ def available_cpus() -> int:
 
 
 @cache
-def _warn_once(error: str | None = None) -> None:
+def _warn_once(problem: str) -> None:
     from slideformer.native.build import why_missing  # here, so that `python -m` does not find it imported already
 
     log.warning(
-        "The optimizer runs in torch, about %d times slower than the native kernels, which cannot be loaded: %s. "
-        "To have them, install a C++17 compiler and cmake and run `python -m slideformer.native.build`.",
+        "The optimizer runs in torch, about %d times slower than in the native library, which cannot be loaded: %s. "
+        "To have it, install a C++17 compiler and cmake and run `python -m slideformer.native.build`.",
         TORCH_SLOWDOWN,
-        error or why_missing(),
+        problem or why_missing(),
     )

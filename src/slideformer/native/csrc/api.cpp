@@ -79,8 +79,6 @@ int64_t row_grain(int64_t width) { return std::max<int64_t>(kGrain / std::max<in
 
 }  // namespace
 
-int32_t sf_abi_version(void) { return SF_ABI_VERSION; }
-
 const char* sf_source_digest(void) { return SF_SOURCE_DIGEST; }
 
 const char* sf_isas(void) {

@@ -25,7 +25,12 @@ int64_t chunk_of(int64_t count, int64_t grain, int64_t threads) {
 
 Pool::Pool(int threads) : owner_(getpid()) {
     try {
-        for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { help_until_stopped(); });
+        for (int i = 1; i < threads; ++i) {
+            workers_.emplace_back([this] { help_until_stopped(); });
+#if defined(__linux__)
+            pthread_setname_np(workers_.back().native_handle(), "sf-native");
+#endif
+        }
     } catch (...) {
         stop();
         throw;
@@ -67,9 +72,6 @@ void Pool::Job::work() {
 }
 
 void Pool::help_until_stopped() {
-#if defined(__linux__)
-    pthread_setname_np(pthread_self(), "sf-native");
-#endif
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
         const auto found = std::find_if(jobs_.begin(), jobs_.end(), [](const Job* job) { return job->has_work(); });

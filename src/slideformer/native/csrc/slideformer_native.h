@@ -9,9 +9,6 @@
 
 #define SF_API extern "C" __attribute__((visibility("default")))
 
-// Raised by one whenever a signature or the struct below changes; the loader refuses any other.
-#define SF_ABI_VERSION 1
-
 struct sf_pool;
 
 // What the update multiplies, divides and adds (slideformer.optim.Scalars, same order).
@@ -29,8 +26,7 @@ struct sf_state {
 
 enum sf_grad { SF_GRAD_NONE = 0, SF_GRAD_BF16 = 1, SF_GRAD_FP32 = 2 };
 
-SF_API int32_t sf_abi_version(void);
-// SHA-256 over the sources that this library was built from.
+// SHA-256 over the sources that this library was built from; the loader takes no library of other sources.
 SF_API const char* sf_source_digest(void);
 // Instruction sets of this build that this machine can run, slowest first, separated by commas.
 SF_API const char* sf_isas(void);
