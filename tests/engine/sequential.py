@@ -162,7 +162,7 @@ class Sequential:
                 grads.append(dense.flatten())
                 continue
             parts = [sums[index, p.name].to(self.dtype) for p in unit.params if p.trainable]
-            squares += [float(norm(p)) ** 2 for p in parts]
+            squares += [float(n) ** 2 for n in torch._foreach_norm(parts, 2, dtype=torch.float32)]
             grads.append(torch.cat([p.flatten() for p in parts]))
         total = math.sqrt(sum(squares))
         limit = self.options.max_grad_norm

@@ -107,8 +107,8 @@ def test_every_trained_tile_is_updated_exactly_once_and_no_frozen_one(case: Case
     updates = Counter((op.unit, op.tile) for op in case.plan.ops if op.kind in (OpKind.UPDATE, OpKind.UPDATE_REST))
     units = range(len(case.layout.units))
     assert updates == Counter((u, t.index) for u in units for t in case.layout.tiles(u, trained=True))
-    rows = [op for op in case.plan.ops if op.kind is OpKind.UPDATE_ROWS]
-    assert len(rows) == (case.layout.units[0].train_numel > 0)
+    rows = [op.tile for op in case.plan.ops if op.kind is OpKind.UPDATE_ROWS]
+    assert rows == [t.index for t in case.layout.tiles(0, trained=True)]
     moved = {op.unit for op in case.plan.ops if op.lane is LaneName.DOWNLOAD and op.unit >= 0}
     assert moved == {u for u in units if case.layout.units[u].train_numel}
 

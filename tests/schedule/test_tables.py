@@ -30,7 +30,7 @@ def test_one_block_tied_eager_in_full():
         """
           0 upload   upload u1 t0       weight[1,0] -> slot[0]  after 21'
           1 upload   load                -> batch  after 24'
-          2 gather   gather u0          weight[0,0] -> rows_host  after 28'
+          2 gather   gather u0 t0       weight[0,0] -> rows_host  after 28'
           3 upload   upload_rows u0     rows_host -> rows  after 2
           4 compute  embed u0 m0        batch rows -> call[0] hidden[0]  after 3
           5 compute  forward u1 m0      slot[0] call[0] hidden[0] -> hidden[2]
@@ -56,7 +56,7 @@ def test_one_block_tied_eager_in_full():
          25 compute  reduce_rows u0     row_sum -> row_grad norm[0,1]
          26 download report u0          norm[0,1] -> norm_host[0,1]  after 25
          27 download download_rows u0   row_grad -> row_grad_host
-         28 update   update_rows u0     row_grad_host verdict norm_host[0,1] -> weight[0,0]+ residual[0,0]+ moments[0,0]+  after 27
+         28 update   update_rows u0 t0  row_grad_host verdict norm_host[0,1] -> weight[0,0]+ residual[0,0]+ moments[0,0]+  after 27
          29 update   total              norm_host[0,0] norm_host[0,1] norm_host[1,0] norm_host[2,0] verdict
         """  # noqa: E501
     )
@@ -68,7 +68,7 @@ def test_two_blocks_in_one_slot_are_uploaded_once_more_on_the_way_down():
         """
         upload u1 t0 slot[0]
         load
-        gather u0
+        gather u0 t0
         upload_rows u0
         embed u0 m0
         forward u1 m0 slot[0]
@@ -93,7 +93,7 @@ def test_two_blocks_in_one_slot_are_uploaded_once_more_on_the_way_down():
         embed_backward u0 m0
         reduce_rows u0
         download_rows u0
-        update_rows u0
+        update_rows u0 t0
         total
         """
     )
@@ -106,7 +106,7 @@ def test_two_blocks_in_two_slots_deferred_with_two_micro_batches():
     assert program(plan) == lines(
         """
         load
-        gather u0
+        gather u0 t0
         upload_rows u0
         upload u1 t0
         upload u2 t0 slot[0]
@@ -145,7 +145,7 @@ def test_two_blocks_in_two_slots_deferred_with_two_micro_batches():
         decide
         update_rest u0 t0
         update_rest u0 t1
-        update_rows u0
+        update_rows u0 t0
         update u1 t0
         update u2 t0
         update u2 t1
@@ -188,7 +188,7 @@ def test_an_evaluation_is_the_walk_up_and_a_loss():
     assert program(plan) == lines(
         """
         load
-        gather u0
+        gather u0 t0
         upload_rows u0
         upload u1 t0 slot[0]
         embed u0 m0

@@ -40,20 +40,20 @@ class HostActions:
         }
 
     def gather(self, reach: Reach, run: Run, op: Op) -> None:
+        """Rows of one tile of the table, to where they lie among all the rows of the batch."""
+        rows, begin, end = run.feed.rows_by_tile[op.tile]
+        if begin == end:
+            return
         width = self.layout.units[op.unit].row_numel
-        out = reach["rows"][: run.feed.rows.numel() * width].view(-1, width)
-        residuals = reach.tensors("residual") if "residual" in reach else None
-        for tile, (rows, begin, end) in enumerate(run.feed.rows_by_tile):
-            if begin == end:
-                continue
-            if residuals is None:
-                self.kernels.gather_rows(reach.tensors("weight")[tile].view(-1, width), rows, out[begin:end])
-                continue
-            planes = []
-            for plane in (reach.tensors("weight")[tile], residuals[tile]):
-                planes.append(torch.empty((end - begin) * width, dtype=plane.dtype))
-                self.kernels.gather_rows(plane.view(-1, width), rows, planes[-1].view(-1, width))
-            self.kernels.join(*planes, out[begin:end].view(-1))
+        out = reach["rows"][begin * width : end * width]
+        if "residual" not in reach:
+            self.kernels.gather_rows(reach["weight"].view(-1, width), rows, out.view(-1, width))
+            return
+        planes = []
+        for plane in (reach["weight"], reach["residual"]):
+            planes.append(torch.empty((end - begin) * width, dtype=plane.dtype))
+            self.kernels.gather_rows(plane.view(-1, width), rows, planes[-1].view(-1, width))
+        self.kernels.join(*planes, out)
 
     # decisions
 
@@ -142,16 +142,15 @@ class HostActions:
         self.kernels.update_rows(*planes, rows, grad, None if grad is None else rows, self._row_hyper(op, verdict))
 
     def update_rows(self, reach: Reach, run: Run, op: Op) -> None:
+        """Rows of one tile of the table that the batch touched."""
         verdict = self._permitted(reach, run)
-        if verdict is None:
+        rows, begin, end = run.feed.rows_by_tile[op.tile]
+        if verdict is None or begin == end:
             return
         width = self.layout.units[op.unit].row_numel
-        grad = reach["grad"][: run.feed.rows.numel() * width].view(-1, width)
-        states = zip(reach.tensors("weight"), reach.tensors("residual"), reach.moments(), strict=True)
-        hyper = self._row_hyper(op, verdict)
-        for state, (rows, begin, end) in zip(states, run.feed.rows_by_tile, strict=True):
-            if end > begin:
-                self.kernels.update_rows(*self._matrices(*state, width), rows, grad[begin:end], None, hyper)
+        grad = reach["grad"][begin * width : end * width].view(-1, width)
+        planes = self._matrices(reach["weight"], reach["residual"], reach.moments()[0], width)
+        self.kernels.update_rows(*planes, rows, grad, None, self._row_hyper(op, verdict))
 
     def _permitted(self, reach: Reach, run: Run) -> Verdict | None:
         """The verdict, if there is something to do. Eager: this unit's own norms are looked at first."""

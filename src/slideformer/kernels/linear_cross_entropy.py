@@ -77,21 +77,31 @@ def loss_and_grads(
         weight_sum.zero_()
     for start in range(0, hidden.shape[0], chunk):
         part = slice(start, start + chunk)
-        h, y = hidden[part], labels[part, None]
+        h = hidden[part]
         z = torch.nn.functional.linear(h, weight, bias)
-        logits = softmax.logits(z)
-        log_sum = torch.logsumexp(logits, dim=1, keepdim=True)
-        total += (log_sum - logits.gather(1, y)).sum()
-        grad = torch.exp(logits - log_sum)
-        grad.scatter_add_(1, y, torch.full_like(log_sum, -1.0))
-        grad.mul_(1.0 / denominator)
-        dz = softmax.chain(grad, logits).to(z.dtype)
+        losses, dz = _softmax_gradient(z, labels[part], softmax, 1.0 / denominator)
+        total += losses.sum()
         torch.mm(dz, weight, out=hidden_grad[part])
         if weight_sum is not None:
             _add_outer(weight_sum, dz, h, overwrite=overwrite and start == 0)
         if bias_sum is not None:
             bias_sum.add_(dz.sum(0, dtype=torch.float32))
     return total / denominator, hidden_grad
+
+
+def _softmax_gradient(z: Tensor, labels: Tensor, softmax: Softmax, factor: float) -> tuple[Tensor, Tensor]:
+    """Cross entropies (fp32 [n]) and factor times their gradient for z. z [n, V] may be overwritten."""
+    if z.is_cuda:
+        from slideformer.kernels.softmax_gradient import softmax_gradient_
+
+        losses = softmax_gradient_(z, labels, scale=softmax.scale, softcap=softmax.softcap, factor=factor)
+        return losses, z
+    logits = softmax.logits(z)
+    log_sum = torch.logsumexp(logits, dim=1, keepdim=True)
+    losses = (log_sum - logits.gather(1, labels[:, None])).squeeze(1)
+    grad = torch.exp(logits - log_sum)
+    grad.scatter_add_(1, labels[:, None], torch.full_like(log_sum, -1.0))
+    return losses, softmax.chain(grad.mul_(factor), logits).to(z.dtype)
 
 
 def _add_outer(total: Tensor, dz: Tensor, hidden: Tensor, *, overwrite: bool) -> None:

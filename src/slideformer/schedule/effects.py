@@ -57,9 +57,8 @@ class Effects:
             case OpKind.LOAD:
                 yield Effect("batch", Place.BATCH, None, ("batch",))
             case OpKind.GATHER:
-                for table_tile in range(self.num_tiles[0]):
-                    yield from self._planes(0, table_tile)
-                yield Effect("rows", Place.ROWS_HOST, None, ("rows",))
+                yield from self._planes(0, tile)
+                yield Effect("rows", Place.ROWS_HOST, ("rows", tile) if tile else None, ("rows", tile + 1))
             case OpKind.UPLOAD:
                 yield from self._planes(unit, tile)
                 place = Place.SLOT if unit in self.boundary else Place.DENSE
@@ -77,7 +76,8 @@ class Effects:
         value = next((a.needs for a in op.accesses if a.role == "source"), None) or ()
         match op.kind:
             case OpKind.UPLOAD_ROWS:
-                yield from _copy(Place.ROWS_HOST, Place.ROWS, ("rows",))
+                yield Effect("source", Place.ROWS_HOST, ("rows", self.num_tiles[0]), None)
+                yield Effect("target", Place.ROWS, None, ("rows",))
             case OpKind.SPILL if value[:1] in (("x",), ("d",)) and value[2] == op.micro:
                 yield from _copy(Place.HIDDEN, Place.SAVED, value)
             case OpKind.FETCH if value[:1] in (("x",), ("d",)) and value[2] == op.micro:
@@ -166,8 +166,7 @@ class Effects:
             case OpKind.UPDATE_ROWS:
                 yield Effect("grad", Place.ROW_GRAD_HOST, ("row_grad",), None)
                 yield from self._permits(0, 1)
-                for table_tile in range(self.num_tiles[0]):
-                    yield from _state(0, table_tile, "rest", 1)
+                yield from _state(0, tile, "rest", 1)
 
     # pieces
 

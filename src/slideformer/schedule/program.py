@@ -77,12 +77,14 @@ class Program:
         rows_host, rows = Buffer(Place.ROWS_HOST), Buffer(Place.ROWS)
         self.emit(OpKind.LOAD, LaneName.UPLOAD, Access("batch", Buffer(Place.BATCH), None, ("batch",)))
         tiles = self.layout.tiles(self.table)
-        planes = [a for t in tiles for a in self.planes(self.table, t.index)]
-        self.emit(OpKind.GATHER, LaneName.GATHER, *planes, Access("rows", rows_host, None, ("rows",)), unit=self.table)
+        for tile in tiles:
+            into = Access("rows", rows_host, ("rows", tile.index) if tile.index else None, ("rows", tile.index + 1))
+            planes = self.planes(self.table, tile.index)
+            self.emit(OpKind.GATHER, LaneName.GATHER, *planes, into, unit=self.table, tile=tile.index)
         self.emit(
             OpKind.UPLOAD_ROWS,
             LaneName.UPLOAD,
-            Access("source", rows_host, ("rows",), None),
+            Access("source", rows_host, ("rows", len(tiles)), None),
             Access("target", rows, None, ("rows",)),
             unit=self.table,
         )

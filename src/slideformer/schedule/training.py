@@ -294,11 +294,12 @@ class _TrainingProgram(Program):
             self.update_rows()
 
     def update_rows(self) -> None:
+        """Tile by tile, so that the next step's gather follows close behind."""
         grad = Access("grad", Buffer(Place.ROW_GRAD_HOST), ("row_grad",), None)
-        tiles = self.layout.tiles(self.table, trained=True)
-        state = [a for t in tiles for a in self.state(self.table, t.index, "rest", 1)]
         permits = self.permits(self.table, 1)
-        self.emit(OpKind.UPDATE_ROWS, LaneName.UPDATE, grad, *permits, *state, unit=self.table)
+        for tile in self.layout.tiles(self.table, trained=True):
+            state = self.state(self.table, tile.index, "rest", 1)
+            self.emit(OpKind.UPDATE_ROWS, LaneName.UPDATE, grad, *permits, *state, unit=self.table, tile=tile.index)
 
     # deferred
 
