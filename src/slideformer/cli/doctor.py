@@ -1,5 +1,100 @@
 """slideformer doctor"""
 
+from __future__ import annotations
 
-def doctor() -> None:
-    """Not yet."""
+import json
+import shutil
+import subprocess
+import textwrap
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from slideformer.cli.arguments import Debug, Json
+from slideformer.cli.exits import told_in_one_sentence
+
+WIDTH = 80
+DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+
+
+def doctor(device: DeviceName = "auto", as_json: Json = False, debug: Debug = False) -> None:
+    """Show what is installed, what this machine can do, and how fast it is at it. Takes some seconds."""
+    with told_in_one_sentence(debug=debug):
+        facts = dict(_examine(device))
+        print(json.dumps(facts, indent=2) if as_json else _text(facts))
+
+
+def _examine(name: str) -> Iterator[tuple[str, object]]:
+    """Facts by name, in the order of the report. Rates are per second."""
+    from slideformer.device import open_device
+    from slideformer.memory import host_limit
+    from slideformer.native import TorchKernels, load
+    from slideformer.train.measure import link_speed, page_lock_rate, update_rate
+    from slideformer.train.record import versions
+
+    yield "versions", dict(versions())
+    kernels = load()
+    yield "native_library", not isinstance(kernels, TorchKernels)
+    yield "instruction_set", kernels.isa
+    yield "update_threads", kernels.threads
+    yield "update_gparams", update_rate(kernels) / 1e9
+    kernels.close()
+    limit = host_limit()
+    yield "host_memory_gib", limit.nbytes / 2**30
+    yield "host_memory_limit_of", limit.name
+    yield "gpus", _gpus()
+    with open_device(name) as device:
+        yield "device", device.kind
+        rate = page_lock_rate(device) if device.kind != "cpu" else None
+        yield "page_lock_gib_at_once", None if device.kind == "cpu" else rate is not None
+        yield "page_lock_gbps", rate and rate / 1e9
+        link = link_speed(device)
+        yield "upload_gbps", link.upload / 1e9
+        yield "download_gbps", link.download / 1e9
+        yield "both_ways_gbps", link.both / 1e9
+
+
+def _gpus() -> list[str]:
+    """Name, memory and driver of each NVIDIA GPU, also where torch was built without CUDA. Empty if there is none."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+
+
+def _text(facts: dict[str, object]) -> str:
+    versions = facts["versions"]
+    assert isinstance(versions, dict)
+    native = "native" if facts["native_library"] else "torch stand-in: see the warning above"
+    on_cpu = facts["device"] == "cpu"
+    copies = "copies within the host, each way" if on_cpu else "page-locked copies, each way"
+    locking = {
+        None: "not needed on the CPU",
+        True: f"1 GiB at {facts['page_lock_gbps'] or 0:.1f} GB/s",
+        False: "refused",
+    }
+    gpus = facts["gpus"]
+    assert isinstance(gpus, list)
+    rows = [
+        ("installed", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ("optimizer", f"{native}, {facts['instruction_set']}, {facts['update_threads']} threads"),
+        ("update rate", f"{facts['update_gparams']:.3g} G parameters/s"),
+        ("host memory", f"{facts['host_memory_gib']:.1f} GiB of {facts['host_memory_limit_of']}"),
+        ("GPU", "; ".join(gpus) or "none found"),
+        (
+            "trains on",
+            str(facts["device"]) + (", though there is a GPU: this torch cannot use it" if gpus and on_cpu else ""),
+        ),
+        ("page-locking", locking[facts["page_lock_gib_at_once"]]),  # type: ignore[index]
+        (
+            "link",
+            f"{facts['upload_gbps']:.1f} up, {facts['download_gbps']:.1f} down, "
+            + f"{facts['both_ways_gbps']:.1f} both at once GB/s ({copies})",
+        ),
+    ]
+    return "\n".join(
+        textwrap.fill(value, WIDTH, initial_indent=f"{name:<13} ", subsequent_indent=" " * 14) for name, value in rows
+    )

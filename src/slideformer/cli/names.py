@@ -87,6 +87,7 @@ ALIASES: dict[str, str] = {
     "val_split_fraction": "val_size",
     "evaluation_strategy": "eval_strategy",
     "out_dir": "output_dir",
+    "force": "ignore_memory_limits",
 }
 CONVERTED: dict[str, Callable[[object], object]] = {
     "train_on_inputs": _not,

@@ -1,5 +1,43 @@
 """slideformer plan"""
 
+from __future__ import annotations
 
-def plan() -> None:
-    """Not yet."""
+import json
+from typing import Annotated
+
+import typer
+
+from slideformer.cli.arguments import Debug, Json, Settings, read_config
+from slideformer.cli.exits import told_in_one_sentence
+
+Tflops = Annotated[float | None, typer.Option(help="Of the device in training.", show_default=False)]
+Link = Annotated[float | None, typer.Option(help="GB/s between host and device, each way.", show_default=False)]
+Update = Annotated[float | None, typer.Option(help="Billions of parameters updated a second.", show_default=False)]
+
+
+def plan(
+    context: typer.Context,
+    settings: Settings = None,
+    tflops: Tflops = None,
+    link_gbps: Link = None,
+    update_gparams: Update = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a config takes: bytes on each tier and the timeline of a step, without loading weights.
+
+    Needs only the model's config.json. Times are those of a machine like the one they were measured on, unless its
+    rates are given; `slideformer doctor` measures them.
+    """
+    with told_in_one_sentence(debug=debug):
+        config = read_config(settings, context.args)
+        from slideformer.train.preview import preview
+
+        found = preview(
+            config,
+            flops=tflops and tflops * 1e12,
+            link_nbytes=link_gbps and link_gbps * 1e9,
+            update_numel=update_gparams and update_gparams * 1e9,
+        )
+        print(json.dumps(found.as_dict(), indent=2) if as_json else found.text())
+        found.require_fit()

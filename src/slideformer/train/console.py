@@ -130,8 +130,3 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02}m"
-
-
-def size(nbytes: float) -> str:
-    """1.25 GiB, 40.0 MiB."""
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**29 else f"{nbytes / 2**20:.1f} MiB"

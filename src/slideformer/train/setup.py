@@ -50,6 +50,9 @@ def engine_options(config: TrainConfig, device_kind: str) -> EngineOptions:
         eps=config.adam_epsilon,
         weight_decay=config.weight_decay,
         cpu_threads=config.cpu_threads,
+        max_gpu_memory=config.max_gpu_memory,
+        max_host_memory=config.max_host_memory,
+        ignore_memory_limits=config.ignore_memory_limits,
     )
 
 

@@ -17,9 +17,10 @@ from slideformer.data.batches import StepBatch
 from slideformer.device import Device, LaneFailure, open_device
 from slideformer.engine import Engine, NonFinite, StepResult
 from slideformer.errors import BadInput, RunFailed
+from slideformer.memory import size
 from slideformer.model import weights
 from slideformer.model.folder import read_config
-from slideformer.train.console import Console, size
+from slideformer.train.console import Console
 from slideformer.train.metrics import Metrics, MetricsFile, evaluation_metrics
 from slideformer.train.record import RunRecord
 from slideformer.train.save import save

@@ -1,0 +1,130 @@
+"""What a config takes before anything is loaded: bytes by tier, and a step on a virtual clock."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from slideformer.config import TrainConfig
+from slideformer.device.cuda import cuda_available
+from slideformer.engine import EngineOptions, budget_of, require_fit
+from slideformer.memory import Budget, size
+from slideformer.model.decoder import Decoder
+from slideformer.schedule import Timeline, build_step, prove, simulate
+from slideformer.train.rates import ASSUMED, Rates, costs, largest_block_numel
+from slideformer.train.setup import build_decoder, engine_options
+
+JOINED_RUNS = 3  # the second of three steps has one before and one after it, as most steps have
+WIDTH = 64  # of the picture, so that its lines fit in 80 columns
+
+
+@dataclass(frozen=True)
+class Preview:
+    """A planned and proven run. timeline: of JOINED_RUNS full batches at `rates`."""
+
+    config: TrainConfig
+    device_kind: str
+    decoder: Decoder
+    options: EngineOptions
+    budget: Budget
+    rates: Rates
+    timeline: Timeline
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of a full batch."""
+        return self.config.rows_per_step * self.config.max_length
+
+    def require_fit(self) -> None:
+        """Raise DoesNotFit if it needs more than there is or may be used."""
+        decoder = self.decoder
+        require_fit(
+            decoder.layout,
+            self.options,
+            hidden_size=decoder.hidden_size,
+            dtype=decoder.dtype,
+            device_kind=self.device_kind,
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """For --json. Bytes and seconds."""
+        layout = self.decoder.layout
+        step_s = self.timeline.step_s()
+        return {
+            "parameters": layout.numel,
+            "trained_parameters": layout.train_numel,
+            "blocks": len(layout.blocks),
+            "device_kind": self.device_kind,
+            "dtype": str(self.decoder.dtype).removeprefix("torch."),
+            "update": self.options.update,
+            "slot_share": self._slot_share(),
+            "device_nbytes": self.budget.device_nbytes,
+            "host_nbytes": self.budget.host_nbytes,
+            "device": self.budget.device,
+            "host": self.budget.host,
+            "rates": asdict(self.rates),
+            "step_time": step_s,
+            "tokens_per_second": self.tokens_per_step / step_s,
+            "busy": {str(lane): share for lane, share in self.timeline.busy().items() if share},
+        }
+
+    def text(self) -> str:
+        """For people, within 80 columns."""
+        layout, config = self.decoder.layout, self.config
+        step_s = self.timeline.step_s()
+        rates = self.rates
+        lines = [
+            f"{layout.numel / 1e6:,.1f} M parameters, {layout.train_numel / 1e6:,.1f} M of them trained, "
+            f"{len(layout.blocks)} blocks",
+            f"{self.device_kind}, {str(self.decoder.dtype).removeprefix('torch.')}, {self.options.update} updates, "
+            f"window of {config.window} blocks: {self._slot_share():.1%} of the weights",
+            "",
+            *_table("device", self.budget.device),
+            "",
+            *_table("host", self.budget.host),
+            "",
+            f"a step of {config.per_device_train_batch_size} x {config.gradient_accumulation_steps} sequences of "
+            f"{config.max_length} tokens: {step_s:.3g} s, {self.tokens_per_step / step_s:,.0f} tokens/s, expected at",
+            f"{rates.flops / 1e12:.3g} TFLOP/s, {rates.link_nbytes / 1e9:.3g} GB/s each way, "
+            f"{rates.update_numel / 1e9:.3g} G parameters/s updated",
+            "",
+            self.timeline.text(width=WIDTH, run=1),
+        ]
+        return "\n".join(lines)
+
+    def _slot_share(self) -> float:
+        """Blocks' slots as a share of all weights."""
+        layout = self.decoder.layout
+        return min(self.config.window, len(layout.blocks)) * largest_block_numel(layout) / layout.numel
+
+
+def preview(
+    config: TrainConfig,
+    *,
+    flops: float | None = None,
+    link_nbytes: float | None = None,
+    update_numel: float | None = None,
+) -> Preview:
+    """Plan, prove and simulate a config. Reads the model's config.json only.
+
+    flops, link_nbytes, update_numel: rates of the machine, where they are known. Raises BadInput.
+    """
+    kind = config.device if config.device != "auto" else "cuda" if cuda_available() else "cpu"
+    decoder = build_decoder(config, kind, torch.device("cpu"))
+    options = engine_options(config, kind)
+    step_options = options.step_options(decoder.layout, decoder.dtype)
+    plan = build_step(decoder.layout, step_options)
+    prove(plan, decoder.layout, step_options)
+    rates = ASSUMED[kind].scaled(flops=flops, link_nbytes=link_nbytes, update_numel=update_numel)
+    shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
+    timeline = simulate(plan, costs(decoder.layout, shape, decoder.vocab_size, rates), runs=JOINED_RUNS)
+    found = budget_of(decoder.layout, options, hidden_size=decoder.hidden_size, dtype=decoder.dtype)
+    return Preview(config, kind, decoder, options, found, rates, timeline)
+
+
+def _table(tier: str, terms: dict[str, int]) -> list[str]:
+    """A tier's total, and its terms, largest first."""
+    ordered = sorted(terms.items(), key=lambda pair: -pair[1])
+    rows = [f"  {term:<28} {size(nbytes):>12}" for term, nbytes in ordered if nbytes]
+    return [f"{tier:<30} {size(sum(terms.values())):>12}", *rows]

@@ -1,0 +1,139 @@
+"""From files and command lines to a config: spellings, places, and which source wins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slideformer.cli.config_file import load_config
+from slideformer.cli.names import ALIASES, CONVERTED
+from slideformer.config import TrainConfig
+from slideformer.errors import BadInput
+
+HEAD = "model_name_or_path: model\ndataset: rows.jsonl\n"
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., object]:
+    def run(text: str, *overrides: str):
+        path = tmp_path / "train.yaml"
+        path.write_text(text, encoding="utf-8")
+        return load_config(path, overrides)
+
+    return run
+
+
+@pytest.fixture
+def complaint(load, tmp_path: Path) -> Callable[..., str]:
+    """What is said about a file, without its folder."""
+
+    def run(text: str, *overrides: str) -> str:
+        with pytest.raises(BadInput) as caught:
+            load(text, *overrides)
+        return str(caught.value).replace(f"{tmp_path}/", "")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("lerning_rate: 1e-5", "3: unknown key lerning_rate: did you mean learning_rate?"),
+        ("learning_rate: fast", "3: learning_rate: found 'fast', should be a valid number"),
+        ("save_steps: 5", "3: save_steps is not available in this version: leave it out"),
+        ("packing: true", "3: packing: found True, should be False (nothing else is available in this version)"),
+        ("bf16: maybe", "3: bf16: found 'maybe', should be 'auto' or should be a valid boolean"),
+        ("lr: 1\nlearning_rate: 2", "4: lr and learning_rate are both learning_rate (also at train.yaml:3): keep one"),
+        ("dataset: more.jsonl", "3: dataset is given twice (also at train.yaml:2): keep one"),
+        ("max_gpu_memory: 24", "3: max_gpu_memory: found 24, which is no size: write 24GiB (or MiB, GB, MB)"),
+        ("warmup_ratio: 0.1\nwarmup_steps: 3", "3: warmup_ratio and warmup_steps are both given: keep one"),
+        ("eval_steps: [", "4: not valid YAML: expected the node content, but found '<stream end>'"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_is_told_in_one_sentence_with_its_place(complaint, line, expected) -> None:
+    assert complaint(HEAD + line + "\n") == f"train.yaml:{expected}"
+
+
+def test_an_unknown_key_that_is_near_nothing_lists_the_known_ones(complaint) -> None:
+    assert complaint(HEAD + "zzz: 1\n").startswith("train.yaml:3: unknown key zzz; known keys: model_name_or_path, ")
+
+
+def test_a_missing_key_is_named_with_the_file(complaint) -> None:
+    assert complaint("dataset: rows.jsonl\n") == (
+        "train.yaml: model_name_or_path is not given, and it has no default: add `model_name_or_path: ...`"
+    )
+
+
+def test_an_unknown_key_of_a_dataset_is_told(complaint) -> None:
+    text = "model: m\ndataset:\n  - {path: a, wieght: 2}\n"
+    assert complaint(text) == "train.yaml:2: dataset: unknown key wieght: did you mean weight?"
+    assert complaint(text.replace("wieght", "zz")) == "train.yaml:2: dataset: unknown key zz: known: path, weight"
+
+
+def test_files_that_are_no_mapping_are_told(complaint) -> None:
+    assert complaint("- a\n") == "train.yaml:1: expected `key: value` lines, found a sequence"
+    assert complaint("") == "train.yaml is empty: it needs at least model_name_or_path and dataset"
+    with pytest.raises(BadInput, match="there is no config file nowhere.yaml: check the path"):
+        load_config(Path("nowhere.yaml"))
+
+
+def test_yaml_traps(load) -> None:
+    config = load(HEAD + "learning_rate: 1e-5\nmax_steps: 1e3\nsave_strategy: no\neval_strategy: no\n").config
+    assert (config.learning_rate, config.max_steps) == (1e-5, 1000)
+    assert (config.save_strategy, config.eval_strategy) == ("no", "no")
+
+
+def test_an_alias_is_taken_with_one_notice(load, tmp_path) -> None:
+    resolved = load(HEAD + "evaluation_strategy: no\n")
+    assert resolved.config.eval_strategy == "no"
+    (notice,) = resolved.notices
+    assert notice.replace(f"{tmp_path}/", "") == "train.yaml:3: evaluation_strategy is taken as eval_strategy"
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value"),
+    [
+        ("train_on_inputs: true", "completion_only_loss", False),
+        ("train_on_inputs: false", "completion_only_loss", True),
+        ("train_on_completions: true", "completion_only_loss", True),
+        ("dtype: bfloat16", "bf16", True),
+        ("torch_dtype: float32", "bf16", False),
+        ("cutoff_len: 99", "max_length", 99),
+        ("batch_size: 3", "per_device_train_batch_size", 3),
+        ("force: true", "ignore_memory_limits", True),
+    ],
+)
+def test_aliases_carry_their_meaning(load, line, key, value) -> None:
+    assert getattr(load(HEAD + line + "\n").config, key) == value
+
+
+def test_every_alias_leads_to_a_key_and_is_none_itself() -> None:
+    assert set(ALIASES.values()) <= TrainConfig.model_fields.keys()
+    assert not ALIASES.keys() & TrainConfig.model_fields.keys()
+    assert CONVERTED.keys() <= ALIASES.keys()
+
+
+def test_the_command_line_wins_over_the_file_under_any_spelling(load) -> None:
+    text = HEAD + "learning_rate: 1e-5\nmax_length: 64\n"
+    config = load(text, "--learning-rate", "3e-4", "max_length=32", "--bf16", "--seed=7", "--epochs", "2").config
+    assert (config.learning_rate, config.max_length, config.bf16, config.seed) == (3e-4, 32, True, 7)
+    assert config.num_train_epochs == 2
+    assert load(text, "--learning_rate=2e-4").config.learning_rate == 2e-4
+    assert load(text, "lr=2e-4").config.learning_rate == 2e-4
+
+
+def test_values_on_the_command_line_are_yaml(load) -> None:
+    config = load(HEAD, "dataset=[a.jsonl, {path: b.txt, weight: 2}]", "--max_steps", "-1").config
+    assert [(spec.path, spec.weight) for spec in config.dataset] == [("a.jsonl", 1.0), ("b.txt", 2.0)]
+    assert config.max_steps == -1
+
+
+def test_bad_words_on_the_command_line_are_told(complaint) -> None:
+    assert complaint(HEAD, "fast") == "command line: 'fast' is neither key=value nor --key value"
+    assert complaint(HEAD, "--lr=1", "learning_rate=2") == (
+        "command line: lr and learning_rate are both learning_rate (also at command line): keep one"
+    )
+    assert complaint(HEAD, "dataset=[").startswith("command line: the value in 'dataset=[' is not valid YAML")
+    assert complaint(HEAD, "seed=-1") == "command line: seed: found -1, should be greater than or equal to 0"

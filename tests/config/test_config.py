@@ -1,0 +1,116 @@
+"""What TrainConfig takes, makes of it, and refuses."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from slideformer.config import TrainConfig
+
+MINIMAL = {"model_name_or_path": "model", "dataset": "rows.jsonl"}
+
+
+def make(**fields: object) -> TrainConfig:
+    return TrainConfig.model_validate({**MINIMAL, **fields})
+
+
+def test_a_config_is_frozen_and_survives_a_round_trip() -> None:
+    config = make(warmup_steps=3, eval_dataset={"a": "x.jsonl"}, freeze=["embed"])
+    with pytest.raises(ValidationError, match="frozen"):
+        config.seed = 1
+    assert TrainConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("written", "means"),
+    [
+        ({"dataset": "a.jsonl"}, [("a.jsonl", 1.0)]),
+        ({"dataset": ["a.jsonl", {"path": "b.txt", "weight": 0.5}]}, [("a.jsonl", 1.0), ("b.txt", 0.5)]),
+    ],
+)
+def test_a_dataset_is_a_path_or_a_list_with_weights(written, means) -> None:
+    assert [(spec.path, spec.weight) for spec in make(**written).dataset] == means
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "means"),
+    [
+        ("learning_rate", "1e-5", 1e-5),
+        ("max_steps", "1e3", 1000),
+        ("max_steps", 0, -1),
+        ("max_steps", None, -1),
+        ("max_grad_norm", None, 0.0),
+        ("save_strategy", False, "no"),
+        ("eval_strategy", False, "no"),
+        ("max_gpu_memory", "24GiB", 24 * 2**30),
+        ("max_gpu_memory", "0.5 gb", 500_000_000),
+        ("max_host_memory", 2**30, 2**30),
+        ("freeze", "embed", ("embed",)),
+        ("eval_dataset", "held.jsonl", {"": "held.jsonl"}),
+        ("bf16", "auto", "auto"),
+        ("bf16", True, True),
+    ],
+)
+def test_values_as_people_write_them(key, written, means) -> None:
+    assert getattr(make(**{key: written}), key) == means
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"seed": True}, "found yes, which is not a value of seed"),
+        ({"learning_rate": "fast"}, "valid number"),
+        ({"max_steps": "1.5"}, "valid integer"),
+        ({"max_gpu_memory": 24}, "found 24, which is no size: write 24GiB"),
+        ({"max_gpu_memory": "lots"}, "no size"),
+        ({"freeze": "("}, "no regular expression"),
+        ({"dataset": []}, "at least 1 item"),
+        ({"dataset": {"path": "a", "weight": 0}}, "greater than 0"),
+        ({"window": 0}, "greater than or equal to 1"),
+        ({"packing": True}, "False"),
+        ({"report_to": "wandb"}, "'none'"),
+        ({"update": "eager"}, "max_grad_norm is 1: set max_grad_norm: 0, or update: deferred"),
+        ({"update": "eager", "max_grad_norm": 0, "on_nonfinite": "skip"}, "on_nonfinite: skip needs update: deferred"),
+        ({"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio and warmup_steps are both given"),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 5}, "constant has no warm-up"),
+        ({"lr_scheduler_type": "constant", "min_lr_ratio": 0.1}, "min_lr_ratio has no meaning"),
+        ({"eval_dataset": "a", "val_size": 2}, "eval_dataset and val_size are both given"),
+        ({"val_size": 1.5}, "number of rows, or a share below 1"),
+        ({"eval_strategy": "epoch"}, "there is nothing to evaluate"),
+        ({"eval_on_start": True}, "there is nothing to evaluate"),
+        ({"eval_strategy": "steps", "val_size": 2}, "eval_steps is not given"),
+        ({"eval_strategy": "epoch", "eval_steps": 5, "val_size": 2}, "set eval_strategy: steps"),
+        ({"output_dir": "./model/"}, "output_dir is the model's own folder"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_the_way_out(fields, complaint) -> None:
+    with pytest.raises(ValidationError) as caught:
+        make(**fields)
+    assert complaint in str(caught.value)
+
+
+def test_defaults_that_depend_on_what_else_is_given() -> None:
+    assert make().warmup_ratio == 0.03
+    assert make(warmup_steps=0).warmup_ratio is None
+    assert make(lr_scheduler_type="constant").warmup_ratio == 0.0
+    assert make(seed=7).data_seed == 7
+    assert make(seed=7, data_seed=8).data_seed == 8
+    assert make(val_size=2).eval_strategy == "epoch"
+    assert make(val_size=2, eval_steps=5).eval_strategy == "steps"
+    assert make(val_size=2, eval_strategy="no").eval_strategy == "no"
+    assert make(per_device_train_batch_size=3).eval_batch_size == 3
+    assert make(per_device_eval_batch_size=5).eval_batch_size == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "program"),
+    [
+        ({}, "deferred"),
+        ({"max_grad_norm": 0}, "eager"),
+        ({"max_grad_norm": 0, "on_nonfinite": "skip"}, "deferred"),
+        ({"max_grad_norm": 0, "update": "deferred"}, "deferred"),
+        ({"max_grad_norm": 0, "update": "eager"}, "eager"),
+    ],
+)
+def test_updates_are_deferred_when_something_must_be_known_first(fields, program) -> None:
+    assert make(**fields).update_program == program
