@@ -107,6 +107,7 @@ def test_two_blocks_in_two_slots_deferred_with_two_micro_batches():
         """
         load
         gather u0 t0
+        gather u0 t1
         upload_rows u0
         upload u1 t0
         upload u2 t0 slot[0]
@@ -144,8 +145,9 @@ def test_two_blocks_in_two_slots_deferred_with_two_micro_batches():
         download u1 t0
         decide
         update_rest u0 t0
-        update_rest u0 t1
         update_rows u0 t0
+        update_rest u0 t1
+        update_rows u0 t1
         update u1 t0
         update u2 t0
         update u2 t1

@@ -291,15 +291,13 @@ class _TrainingProgram(Program):
         target = Access("target", Buffer(Place.ROW_GRAD_HOST), None, ("row_grad",))
         self.emit(OpKind.DOWNLOAD_ROWS, LaneName.DOWNLOAD, source, target, unit=self.table)
         if not self.deferred:
-            self.update_rows()
+            for tile in self.layout.tiles(self.table, trained=True):
+                self.update_rows(tile.index)
 
-    def update_rows(self) -> None:
-        """Tile by tile, so that the next step's gather follows close behind."""
+    def update_rows(self, tile: int) -> None:
         grad = Access("grad", Buffer(Place.ROW_GRAD_HOST), ("row_grad",), None)
-        permits = self.permits(self.table, 1)
-        for tile in self.layout.tiles(self.table, trained=True):
-            state = self.state(self.table, tile.index, "rest", 1)
-            self.emit(OpKind.UPDATE_ROWS, LaneName.UPDATE, grad, *permits, *state, unit=self.table, tile=tile.index)
+        permits, state = self.permits(self.table, 1), self.state(self.table, tile, "rest", 1)
+        self.emit(OpKind.UPDATE_ROWS, LaneName.UPDATE, grad, *permits, *state, unit=self.table, tile=tile)
 
     # deferred
 
@@ -317,7 +315,6 @@ class _TrainingProgram(Program):
                 landing = Buffer(Place.GRAD_HOST, (unit, tile.index))
                 if unit == self.table:
                     self.update_rest(tile.index, landing if self.layout.tied else None)
+                    self.update_rows(tile.index)
                 else:
                     self.update(unit, tile.index, landing)
-            if unit == self.table:
-                self.update_rows()
