@@ -42,3 +42,50 @@ def test_against_hf_loss_logits_and_gradients_are_bit_equal(family: str, tied: b
     for name, grad in whole.grads.items():
         assert grad.any(), f"{name} has no gradient: the test would not see it go missing"
         assert torch.equal(units.grads[name], grad), name
+
+
+def tolerance(decoder: Decoder) -> float:
+    """For fp32 sums in another order: sqrt(n) * 2^-24 per sum of n <= 96 terms, 8 sums a block, 4 blocks, both ways.
+
+    Four times that, because norms and caps of toy width can amplify.
+    """
+    assert decoder.dtype == torch.float32
+    return 96**0.5 * 2**-24 * 8 * 4 * 2 * 4
+
+
+@FAMILY
+@pytest.mark.parametrize("attention", ["auto", "eager"])
+def test_right_padding_needs_no_mask(family: str, attention: str) -> None:
+    decoder = Decoder(FAMILIES[family](False), dtype=torch.float32, tile_numel=1000, attn_implementation=attention)
+    model = random_model(decoder.config, attn_implementation="eager")
+    ids, labels = batch()
+    mask = (ids != PAD).long()
+    whole = run_whole(model, ids, labels, attention_mask=mask)
+    flats = flats_of(decoder, model.state_dict())
+    for given in (None, mask):
+        units = run_units(decoder, flats, ids, labels, attention_mask=given)
+        real = mask.bool()
+        close(units.logits[real], whole.logits[real], tolerance(decoder), "logits")
+        close(units.loss, whole.loss, tolerance(decoder), "loss")
+        for name, grad in whole.grads.items():
+            close(units.grads[name], grad, tolerance(decoder), name)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float, name: str) -> None:
+    # Gradients that are zero by symmetry (key biases) are rounding alone: 1e-3 is small beside every other one.
+    scale = max(expected.abs().max().item(), 1e-3)
+    assert (found - expected).abs().max().item() <= tolerance * scale, name
+
+
+@FAMILY
+def test_samples_of_a_pack_are_computed_as_if_alone(family: str) -> None:
+    decoder = Decoder(FAMILIES[family](True), dtype=torch.float32, tile_numel=1000)
+    model = random_model(decoder.config, attn_implementation="eager")
+    flats = flats_of(decoder, model.state_dict())
+    ids, labels = batch(rows=1, length=20)
+    lengths = (9, 4, 7)
+    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+    packed = run_units(decoder, flats, ids, labels, position_ids=positions).logits
+    alone = [model(part).logits for part in ids.split(lengths, dim=1)]
+    close(packed, torch.cat(alone, dim=1).detach(), tolerance(decoder), "logits")
+    assert not torch.allclose(packed, model(ids).logits, atol=1e-3)

@@ -49,24 +49,24 @@ def check_parity(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model, decoder = _build_small(config, options)
-        found = Parity(0.0, "", _tolerance(decoder))
+        tolerance = _tolerance(decoder)
         try:
-            for padded in (False, True):
-                worst = max(_compare(model, decoder, padded=padded), key=lambda difference: difference[1])
-                if worst[1] > found.worst:
-                    found = Parity(worst[1], worst[0], found.tolerance)
+            found = [_compare(model, decoder, padded=padded) for padded in (False, True)]
         except (RuntimeError, TypeError, AttributeError, IndexError, KeyError) as error:
             raise ModelRefused(
                 f"{config.model_type} cannot be run unit by unit ({type(error).__name__}: {error}): choose another "
                 "model."
             ) from error
-    if not found.worst <= found.tolerance:
-        raise ModelRefused(
-            f"{config.model_type}, run unit by unit, does not compute what the model's own forward does: {found.where} "
-            f"differs by {found.worst:.2g} of its largest value, rounding explains {found.tolerance:.2g}; it would be "
-            "trained wrong: choose another model."
-        )
-    return found
+    differences = dict(found[0] + found[1])
+    for where, difference in differences.items():
+        if not difference <= tolerance:  # NaN is no agreement
+            raise ModelRefused(
+                f"{config.model_type}, run unit by unit, does not compute what the model's own forward does: {where} "
+                f"differs by {difference:.2g} of its largest value, rounding explains {tolerance:.2g}; it would be "
+                "trained wrong: choose another model."
+            )
+    where = max(differences, key=differences.__getitem__)
+    return Parity(differences[where], where, tolerance)
 
 
 def _tolerance(decoder: Decoder) -> float:
