@@ -24,7 +24,7 @@ EXAMPLE = pytest.mark.parametrize("case", EXAMPLES.values(), ids=EXAMPLES.keys()
 
 
 @given(cases(), st.integers(0, 2**32))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_any_order_that_lanes_and_waits_allow_finds_every_content(case: Case, seed: int):
     interpreter = Interpreter(case, runs=3)
     interpreter.run(random_rank(seed))

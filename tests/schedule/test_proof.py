@@ -70,7 +70,7 @@ def swapped(plan: Plan, i: int, j: int) -> Plan:
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_every_plan_proves(case: Case):
     prove(case.plan, case.layout, case.options)
 
@@ -114,7 +114,7 @@ def test_swapping_neighbours_that_depend_on_each_other_is_caught(case: Case):
 
 
 @given(cases(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_mutation_of_any_plan_is_caught(case: Case, data: st.DataObject):
     plan = case.plan
     refuses(case, without_wait(plan, *pick(data, list(all_waits(plan)))))
@@ -129,7 +129,7 @@ def test_any_mutation_of_any_plan_is_caught(case: Case, data: st.DataObject):
 
 
 @given(cases(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_moving_an_access_to_another_buffer_is_caught(case: Case, data: st.DataObject):
     """The waits are derived anew, so that only contents and positions can tell."""
     plan = case.plan

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from schedule.costs import NUM_BLOCKS, costs, layout_3b
 from schedule.plans import tiny_layout
-from slideformer.schedule import LaneName, OpKind, Place, Plan, StepOptions, Update, build_evaluation, build_step
+from slideformer.schedule import (
+    LaneName,
+    OpKind,
+    Place,
+    Plan,
+    StepOptions,
+    Update,
+    build_evaluation,
+    build_step,
+    simulate,
+)
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "schedule.md"
 
 HIDDEN = frozenset({OpKind.REPORT, OpKind.REPORT_LOSS})
 
@@ -22,44 +39,17 @@ def lines(text: str) -> list[str]:
     return [line.strip() for line in text.strip().splitlines()]
 
 
-def test_one_block_tied_eager_in_full():
-    plan = build_step(
-        tiny_layout(1, tile_numel=100), StepOptions(window=1, grad_slots=1, ring=2, hidden_pool=2, hidden_ring=2)
-    )
-    assert lines(str(plan)) == lines(
-        """
-          0 upload   upload u1 t0       weight[1,0] -> slot[0]  after 21'
-          1 upload   load                -> batch  after 24'
-          2 gather   gather u0 t0       weight[0,0] -> rows_host  after 28'
-          3 upload   upload_rows u0     rows_host -> rows  after 2
-          4 compute  embed u0 m0        batch rows -> call[0] hidden[0]  after 3
-          5 compute  forward u1 m0      slot[0] call[0] hidden[0] -> hidden[2]
-          6 upload   upload u0 t0       weight[0,0] -> dense[0]
-          7 upload   upload u2 t0       weight[2,0] -> dense[2]
-          8 compute  head u0 m0         batch dense[0] dense[2] hidden[2] -> loss hidden[1] dense_sum[0] dense_sum[2]  after 7
-          9 download report_loss        loss -> loss_host  after 8
-         10 update   guard              loss_host -> verdict  after 9
-         11 compute  reduce_output u0   dense_sum[0] batch -> dense_grad[0] norm[0,0] row_sum
-         12 download report u0          norm[0,0] -> norm_host[0,0]  after 11 29'
-         13 compute  reduce u2          dense_sum[2] -> dense_grad[2] norm[2,0]
-         14 download report u2          norm[2,0] -> norm_host[2,0]  after 13
-         15 download download u2 t0     dense_grad[2] -> ring[0]
-         16 update   update u2 t0       ring[0] verdict norm_host[2,0] -> weight[2,0]+ residual[2,0]+ moments[2,0]+  after 15
-         17 compute  backward u1 m0     slot[0] call[0] hidden[0] -> hidden[1]+ grad[0]
-         18 compute  reduce u1           -> grad[0]+ norm[1,0]
-         19 download report u1          norm[1,0] -> norm_host[1,0]  after 18
-         20 download download u1 t0     grad[0] -> ring[1]
-         21 update   update u1 t0       ring[1] verdict norm_host[1,0] -> weight[1,0]+ residual[1,0]+ moments[1,0]+  after 20
-         22 download download u0 t0     dense_grad[0] -> ring[0]  after 16
-         23 update   update_rest u0 t0  ring[0] verdict norm_host[0,0] -> weight[0,0]+ residual[0,0]+ moments[0,0]+  after 22
-         24 compute  embed_backward u0 m0 batch rows hidden[1] -> row_sum+
-         25 compute  reduce_rows u0     row_sum -> row_grad norm[0,1]
-         26 download report u0          norm[0,1] -> norm_host[0,1]  after 25
-         27 download download_rows u0   row_grad -> row_grad_host
-         28 update   update_rows u0 t0  row_grad_host verdict norm_host[0,1] -> weight[0,0]+ residual[0,0]+ moments[0,0]+  after 27
-         29 update   total              norm_host[0,0] norm_host[0,1] norm_host[1,0] norm_host[2,0] verdict
-        """  # noqa: E501
-    )
+def test_one_block_in_full_as_it_is_printed_in_the_documentation():
+    options = StepOptions(window=1, grad_slots=1, ring=2, hidden_pool=2, hidden_ring=2)
+    plan = build_step(tiny_layout(1, tile_numel=100), options)
+    assert f"```\n{plan}\n```" in DOCUMENT.read_text()
+
+
+@pytest.mark.parametrize("update", list(Update))
+def test_the_timelines_in_the_documentation_are_those_of_real_plans(update: Update):
+    layout, options = layout_3b(), StepOptions(hidden_pool=NUM_BLOCKS + 1, update=update)
+    timeline = simulate(build_step(layout, options), costs(layout, options), runs=4)
+    assert f"```\n{timeline.text(width=96, run=2)}\n```" in DOCUMENT.read_text()
 
 
 def test_two_blocks_in_one_slot_are_uploaded_once_more_on_the_way_down():
