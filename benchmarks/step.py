@@ -83,7 +83,7 @@ def worker(args: argparse.Namespace) -> int:
         "run": args.run,
         "commit": os.environ.get("COMMIT") or _git("rev-parse", "--short", "HEAD"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(a for a in sys.argv if a not in ("--worker", args.worker, "--run", args.run)),
+        "command": f"{args.worker}, from: " + " ".join(["step.py", *sys.argv[1 : sys.argv.index("--worker")]]),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -156,7 +156,7 @@ class DeviceActions:
         x = self._hidden(reach["input"], run, op).detach().requires_grad_(wants_input)
         d = self._hidden(reach["hidden_grad"], run, op)
         with torch.enable_grad():
-            out = self.decoder.forward(op.unit, params, x, reach.cell("call").value)
+            out = self.decoder.rerun(op.unit, params, x, reach.cell("call").value)
         trained = {n: p for n, p in params.items() if p.requires_grad}
         grads = self._grads(out, [*trained.values(), *([x] if wants_input else [])], d)
         if wants_input:

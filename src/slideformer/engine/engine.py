@@ -6,6 +6,7 @@ done, so that a caller who submits the next step before asking for this one's lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from slideformer.engine.host_actions import HostActions
 from slideformer.engine.options import EngineOptions
 from slideformer.engine.run import Run, StepResult
 from slideformer.errors import BadInput, RunFailed
+from slideformer.layout import UnitKind
 from slideformer.memory import State, allocate
 from slideformer.model.decoder import Decoder
 from slideformer.native import HostKernels, available_cpus, load
@@ -49,10 +51,18 @@ class Engine:
         )
         self._plans: dict[tuple[bool, int], Plan] = {}
         self.plan = self._plan(trains=True, micro_batches=options.micro_batches)
+        self._num_positions = _num_positions(decoder)
+        self._closed = False
         self._own_kernels = kernels is None
         self.kernels = kernels or load(options.cpu_threads or _update_threads(device))
-        self.state = State(self.layout, device, self.kernels, keep_residual=decoder.dtype is torch.float32)
-        buffers = allocate(plans_of(self.layout, options, decoder.dtype), self.layout, self._shape, self.state, device)
+        try:
+            self.state = State(self.layout, device, self.kernels, keep_residual=decoder.dtype is torch.float32)
+            plans = plans_of(self.layout, options, decoder.dtype)
+            buffers = allocate(plans, self.layout, self._shape, self.state, device)
+        except BaseException:
+            if self._own_kernels:
+                self.kernels.close()
+            raise
         self._host = HostActions(self.layout, options, self.kernels)
         actions = {**DeviceActions(decoder, self.kernels).table(), **self._host.table()}
         self.executor = Executor(device, buffers, actions)
@@ -77,15 +87,15 @@ class Engine:
     def read(self, unit: int, start: int, stop: int) -> torch.Tensor:
         """Master weights [start, stop) of a unit: a new fp32 tensor. Waits for steps under way.
 
-        Raises RunFailed when a failed step has left the state torn.
+        After a step that failed before it wrote anything: the weights of the step before. Raises RunFailed when it has
+        left the state torn.
         """
+        self.executor.settle()
         if self.executor.torn():
             raise RunFailed(
                 "the last step failed after some weights were updated, so the state is torn and cannot be saved; "
                 "start again from the last checkpoint"
             )
-        if self.device.failure is None:
-            self.executor.synchronize()
         return self.state.read(unit, start, stop)
 
     # work
@@ -95,6 +105,8 @@ class Engine:
 
         Raises BadInput for a batch that does not fit, LaneFailure when an earlier step failed.
         """
+        if not 0 <= lr < math.inf:
+            raise BadInput(f"the learning rate is {lr}, must be a finite number of at least 0")
         feed = self._feed(batch)
         if feed.num_target_tokens == 0:
             raise BadInput("the batch has no target tokens: every label is -100, or every row is one token long")
@@ -109,9 +121,18 @@ class Engine:
         return result.loss * feed.num_target_tokens, feed.num_target_tokens
 
     def _feed(self, batch: Sequence[MicroBatch]) -> Feed:
-        return build_feed(batch, self._shape, self.layout, self.decoder.padding_idx, self.device.stage)
+        return build_feed(
+            batch,
+            self._shape,
+            self.layout,
+            self.decoder.padding_idx,
+            self.device.stage,
+            num_positions=self._num_positions,
+        )
 
     def _submit(self, plan: Plan, run: Run) -> StepResult:
+        if self._closed:
+            raise RunFailed("the engine is closed: build another one")
         self.executor.submit(plan, run)
         return StepResult(plan, run)
 
@@ -131,11 +152,19 @@ class Engine:
         return {"device": b.device_nbytes, "host_state": b.state_nbytes, "host_buffers": b.host_nbytes - b.state_nbytes}
 
     def close(self) -> None:
-        """Wait for what is under way and end the engine's threads. The device stays the caller's."""
+        """Wait for what is under way and end the engine's threads. The device stays the caller's.
+
+        Raises LaneFailure if a step failed and nobody has heard of it yet.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        failure = self.device.failure
         try:
-            if self.device.failure is None:
+            if not self.executor.interrupted and (failure is None or not failure.heard):
                 self.executor.synchronize()
         finally:
+            self.executor.settle()  # what has failed may still be at work in other lanes
             if self._own_kernels:
                 self.kernels.close()
 
@@ -144,6 +173,14 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _num_positions(decoder: Decoder) -> int | None:
+    """Positions of a learned table (GPT-2; two more rows in OPT); None where positions are computed."""
+    glue = decoder.layout.find(UnitKind.GLUE)
+    most = getattr(decoder.config, "max_position_embeddings", None)
+    params = () if glue is None or most is None else decoder.layout.units[glue].params
+    return most if any(p.shape[0] in (most, most + 2) for p in params if len(p.shape) == 2) else None
 
 
 def _update_threads(device: Device) -> int:

@@ -6,6 +6,7 @@ Another plan starts when every lane is idle.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +16,15 @@ import torch
 from slideformer.device import Device, Lane, LaneFailure, Mark
 from slideformer.engine.reach import Held, Reach
 from slideformer.engine.run import Run
+from slideformer.errors import RunFailed
 from slideformer.schedule import Buffer, LaneName, Op, OpKind, Plan
 from slideformer.schedule.ops import HOST_LANES, STATE_PLACES
 
 Action = Callable[[Reach, Run, Op], None]
+
+SWITCH_INTERVAL_S = 2e-4
+"""How long a thread may keep Python's lock while another waits for it. With the default 5 ms a launcher or a host lane
+waits for the caller's loop over a plan (~15 ms for 1,000 ops) at the joint between steps, where all wait for it."""
 
 RUNS_IN_FLIGHT = 2
 """Runs submitted and not done: one at work, one queued behind it, so that queues stay bounded."""
@@ -37,26 +43,30 @@ class _Compiled:
             self._find_dead(buffers)
 
     def _find_dead(self, buffers: dict[Buffer, Held]) -> None:
-        """A buffer is dead from its last use until it is overwritten: NaN then shows whoever reads it all the same."""
+        """A buffer is dead from its last use until it is overwritten: NaN then shows whoever reads it all the same.
+
+        Several lanes may read a buffer at once (a hidden state is spilled while a block reads it). Then none of them
+        knows that it is the last, and it is left to the op that overwrites.
+        """
         last_use: dict[Buffer, int] = {}
+        readers: dict[Buffer, set[LaneName]] = {}
+
+        def bury(buffer: Buffer) -> None:
+            if buffer in last_use and len(readers[buffer]) <= 1:
+                self.poison_after[last_use[buffer]].append(buffers[buffer])
+
         for index, op in enumerate(self.plan.ops):
-            for access in op.accesses:
-                held = buffers[access.buffer]
-                if (
-                    access.buffer.place in STATE_PLACES
-                    or not isinstance(held, torch.Tensor)
-                    or not held.is_floating_point()
-                ):
+            for buffer, needs, leaves in ((a.buffer, a.needs, a.leaves) for a in op.accesses):
+                held = buffers[buffer]
+                if buffer.place in STATE_PLACES or not isinstance(held, torch.Tensor) or not held.is_floating_point():
                     continue
-                if access.needs is None:
+                if needs is None:
                     self.poison_before[index].append(held)
-                    if access.buffer in last_use:
-                        self.poison_after[last_use[access.buffer]].append(held)
-                last_use[access.buffer] = index
-        for buffer, index in last_use.items():
-            held = buffers[buffer]
-            assert isinstance(held, torch.Tensor)
-            self.poison_after[index].append(held)
+                    bury(buffer)
+                last_use[buffer] = index
+                readers[buffer] = set() if leaves is not None else readers[buffer] | {op.lane}
+        for buffer in last_use:
+            bury(buffer)
 
 
 def _perform(action: Action, reach: Reach, run: Run, *, op: Op) -> None:
@@ -76,20 +86,21 @@ class Executor:
 
     def __init__(self, device: Device, buffers: dict[Buffer, Held], actions: dict[OpKind, Action]) -> None:
         self.device, self.buffers, self._actions = device, buffers, actions
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._lanes: dict[LaneName, Lane] = {lane: device.lane(str(lane), host=lane in HOST_LANES) for lane in LaneName}
         self._compiled: dict[int, _Compiled] = {}
         self._last: tuple[Plan, Run] | None = None
         self._in_flight: deque[tuple[Plan, Run]] = deque()
+        self.interrupted = False
 
     def submit(self, plan: Plan, run: Run) -> None:
         """Queue a run and return; `run.marks[i]` closes op i. Blocks while RUNS_IN_FLIGHT others are not done.
 
-        Raises LaneFailure if any lane has failed.
+        Raises LaneFailure if any lane has failed, RunFailed if an earlier submission was interrupted.
         """
         self._check()
         if id(plan) not in self._compiled:
             self._compiled[id(plan)] = _Compiled(plan, self.buffers, self._actions, self.device.poisons)
-        compiled = self._compiled[id(plan)]
         while len(self._in_flight) >= RUNS_IN_FLIGHT:
             self._retire()
         before: list[Mark] = []
@@ -98,7 +109,16 @@ class Executor:
         else:
             self.synchronize()
         self.device.anchor()
-        marks = run.marks
+        try:
+            self._in_flight.append((plan, run))
+            self._queue(self._compiled[id(plan)], run, before)
+            self._last = (plan, run)
+        except BaseException:  # a Ctrl-C: what would follow has nothing to wait for
+            self.interrupted = True
+            raise
+
+    def _queue(self, compiled: _Compiled, run: Run, before: list[Mark]) -> None:
+        marks, plan = run.marks, compiled.plan
         for index, op in enumerate(plan.ops):
             lane = self._lanes[op.lane]
             for wait in plan.waits[index]:
@@ -110,28 +130,45 @@ class Executor:
             if self.device.poisons:
                 work = partial(_poisoned, compiled.poison_before[index], work, compiled.poison_after[index])
             marks.append(lane.run(work, compiled.labels[index]))
-        self._last = (plan, run)
-        self._in_flight.append((plan, run))
 
     def synchronize(self) -> None:
-        """Block until every submitted run is done."""
+        """Block until every submitted run is done. Raises as `submit` does."""
         while self._in_flight:
             self._retire()
 
+    def settle(self) -> None:
+        """Block until no lane works, whatever has failed. Raises nothing."""
+        for mark in [lane.run(_nothing, "settle") for lane in self._lanes.values() if not lane.closed]:
+            mark.wait_issued()
+
     def torn(self) -> bool:
-        """Some run has begun to write the state and did not finish."""
-        return self.device.failure is not None and any(
-            run.writes_started
-            and not all(m.completed for op, m in zip(plan.ops, run.marks, strict=False) if op.lane is LaneName.UPDATE)
-            for plan, run in self._in_flight
-        )
+        """Some run has begun to write the state and will not finish. Of lanes that have settled."""
+        stopped = self.interrupted or self.device.failure is not None
+        return stopped and any(run.writes_started and not _updated(plan, run) for plan, run in self._in_flight)
 
     def _retire(self) -> None:
-        for mark in self._in_flight[0][1].marks:
+        plan, run = self._in_flight[0]
+        for mark in run.marks:
             mark.wait()
+        if len(run.marks) < len(plan.ops):
+            self._check()
         self._in_flight.popleft()
 
     def _check(self) -> None:
         failure: LaneFailure | None = self.device.failure
         if failure is not None:
+            failure.heard = True
             raise failure
+        if self.interrupted:
+            raise RunFailed(
+                "a step was interrupted while it was submitted, and no other can follow: build a new engine"
+            )
+
+
+def _updated(plan: Plan, run: Run) -> bool:
+    updates = (m.completed for op, m in zip(plan.ops, run.marks, strict=False) if op.lane is LaneName.UPDATE)
+    return len(run.marks) == len(plan.ops) and all(updates)
+
+
+def _nothing() -> None:
+    pass

@@ -70,13 +70,16 @@ def build_feed(
     layout: Layout,
     padding_idx: int | None,
     stage: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone,
+    *,
+    num_positions: int | None = None,
 ) -> Feed:
     """Check a batch against the sizes the engine was built for, and lay it out. stage: makes the flat
-    tensor fit for an asynchronous copy. Raises BadInput."""
+    tensor fit for an asynchronous copy. num_positions: rows of a learned position table. Raises BadInput."""
     if not 1 <= len(batch) <= shape.micro_batches:
         raise BadInput(f"the batch has {len(batch)} micro-batches, the engine was built for 1 to {shape.micro_batches}")
     for i, micro in enumerate(batch):
         _check(i, micro, shape, layout.units[0].params[0].shape[0])
+        _check_positions(i, micro, num_positions)
     ids = torch.cat([m.input_ids.reshape(-1) for m in batch])
     rows, remapped = torch.unique(ids, sorted=True, return_inverse=True)
     parts: list[torch.Tensor] = []
@@ -161,3 +164,16 @@ def _check(index: int, micro: MicroBatch, shape: BatchShape, vocab_size: int) ->
     bad = (labels != IGNORE) & ((labels < 0) | (labels >= vocab_size))
     if bool(bad.any()):
         raise BadInput(f"{name}: label {int(labels[bad][0])} is neither a token of {vocab_size} nor {IGNORE}")
+
+
+def _check_positions(index: int, micro: MicroBatch, num_positions: int | None) -> None:
+    positions = micro.position_ids
+    if positions is not None and int(positions.min()) < 0:
+        raise BadInput(f"micro-batch {index}: position {int(positions.min())} is negative")
+    if num_positions is not None:
+        most = micro.input_ids.shape[1] if positions is None else int(positions.max()) + 1
+        if most > num_positions:
+            raise BadInput(
+                f"micro-batch {index} has {most} positions, and the model's position table has {num_positions}: "
+                "lower max_length"
+            )

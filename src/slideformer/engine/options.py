@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,7 @@ import torch
 from slideformer.errors import BadInput
 from slideformer.layout import Layout
 from slideformer.memory import BatchShape
+from slideformer.optim import Hyper
 from slideformer.schedule import StepOptions, Update
 
 
@@ -47,6 +49,16 @@ class EngineOptions:
         for name in ("micro_batch_size", "max_length", "micro_batches", "window", "grad_slots", "ring"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name} is {getattr(self, name)}, must be at least 1")
+        if self.hidden_ring < 2:
+            raise BadInput(f"hidden_ring is {self.hidden_ring}, must be at least 2: one op holds two hidden states")
+        if self.saved_on_device is not None and self.saved_on_device < 0:
+            raise BadInput(f"saved_on_device is {self.saved_on_device}, must be at least 0, or None for all")
+        if not 0 <= self.max_grad_norm < math.inf:
+            raise BadInput(f"max_grad_norm is {self.max_grad_norm}, must be a finite number, or 0 for no clipping")
+        try:
+            Hyper(0.0, self.beta1, self.beta2, self.eps, self.weight_decay)
+        except ValueError as error:
+            raise BadInput(str(error)) from None
         if self.update == "eager" and self.max_grad_norm > 0:
             raise BadInput(
                 f"max_grad_norm is {self.max_grad_norm} with update: eager, which writes weights before the norm is "

@@ -17,8 +17,10 @@ from slideformer.layout import Layout, Param, Unit, UnitKind
 from slideformer.model.build import ModelRefused, build, some
 from slideformer.model.liger import apply_liger_kernel
 from slideformer.model.names import checkpoint_names
+from slideformer.model.packing import packing_known
 from slideformer.model.parts import Binding, Call, Parts, find_parts
 from slideformer.model.projection import Projection, projection_of
+from slideformer.model.tail import find_tail, without_value
 
 __all__ = ["Call", "Decoder", "ModelRefused", "Projection"]
 
@@ -71,6 +73,8 @@ class Decoder:
         self._table = Binding(self._model, [self._parts.table_name])
         self._glue = Binding(self._model, self._parts.glue_names)
         self._blocks = [Binding(self._model, names) for names in self._parts.block_names]
+        family = self._model.config.model_type
+        self._tails = [find_tail(self._model, family, names) for names in self._parts.block_names]
         self._final = Binding(self._model, self._parts.final_names)
 
     @property
@@ -109,15 +113,19 @@ class Decoder:
 
         rows: [n, H], gathered rows of the table; ids: [B, S] int64, indices into `rows`. padding_row: the row of
         `padding_idx` among them, which gets no gradient; None when it is not there. glue: the glue unit's parameters
-        (empty if it has none). Differentiable in rows and glue; the caller sets the grad mode. May wait for the device
-        once per mask (it asks whether positions are packed), never per block.
+        (empty if it has none). attention_mask: [B, S], 1 = real; right padding needs none. position_ids: [B, S]; samples
+        packed in a row are those between restarts. Differentiable in rows and glue; the caller sets the grad mode. Waits
+        for the device only if an attention_mask is given, or by the model's own doing (rope type "dynamic").
         Returns hidden [B, S, H].
         """
         self._parts.table.padding_idx = padding_row
         self._table.bind({self._parts.table_name: rows})
         self._glue.bind(glue)
         try:
-            return self._parts.recorders.run(input_ids=ids, attention_mask=attention_mask, position_ids=position_ids)
+            with packing_known(position_ids is not None):
+                return self._parts.recorders.run(
+                    input_ids=ids, attention_mask=attention_mask, position_ids=position_ids
+                )
         finally:
             self._table.release()
             self._glue.release()
@@ -134,6 +142,11 @@ class Decoder:
         finally:
             binding.release()
         return output[0] if self._parts.recorders.returns_tuple else output
+
+    def rerun(self, unit: int, params: dict[str, torch.Tensor], hidden: torch.Tensor, call: Call) -> torch.Tensor:
+        """`forward` for the sake of its graph: gradients through the result are right, its value is undefined."""
+        tail = self._tails[unit - self._first_block]
+        return without_value(tail, lambda: self.forward(unit, params, hidden, call))
 
     def final(self, params: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         """The final norm, [..., H] -> [..., H]; `hidden` itself where the model has none. params: the final unit's."""
