@@ -84,8 +84,8 @@ def reference_update(
     """
     s = hyper.scalars()
     g = torch.zeros_like(exp_avg) if grad is None else _flush(_flush(grad.float()) * s.grad_scale)
-    m = _flush(_flush(_flush(exp_avg) * s.beta1) + _flush(g * s.one_minus_beta1))
-    v = _flush(_flush(_flush(exp_avg_sq) * s.beta2) + _flush(_flush(g * s.one_minus_beta2) * g))
+    m = _flush(_flush(exp_avg * s.beta1) + _flush(g * s.one_minus_beta1))  # a factor of at most 1 flushes the moment
+    v = _flush(_flush(exp_avg_sq * s.beta2) + _flush(_flush(g * s.one_minus_beta2) * g))
     # A divisor that is a Python number becomes a multiplication by its reciprocal on CUDA: one rounding too many.
     denom = _sqrt(v) / torch.tensor(s.sqrt_bias2, device=v.device) + s.eps
     p = _flush(_flush(join(weight, residual)) * s.decay)

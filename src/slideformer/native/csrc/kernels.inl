@@ -80,8 +80,8 @@ int64_t adamw_from(int64_t i, const sf_scalars& s, const sf_state& state, const 
             eps = V::set(s.eps), decay = V::set(s.decay), step_size = V::set(s.step_size);
     for (; i + V::width <= numel; i += V::width) {
         const F g = Gradient<V, kind>::load(grad, i, scale);
-        F m = V::flush(V::load(state.exp_avg + i));
-        F v = V::flush(V::load(state.exp_avg_sq + i));
+        F m = V::load(state.exp_avg + i);
+        F v = V::load(state.exp_avg_sq + i);
         F p = V::flush(V::join(state.weight + i, state.residual + i));
         m = V::flush(V::add(V::flush(V::mul(m, beta1)), V::flush(V::mul(g, one_minus_beta1))));
         v = V::flush(V::add(V::flush(V::mul(v, beta2)), V::flush(V::mul(V::flush(V::mul(g, one_minus_beta2)), g))));
