@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from families import FAMILIES, PAD, random_model
@@ -114,6 +115,48 @@ def _call(decoder: Decoder, flats: list[torch.Tensor], ids: torch.Tensor, **more
     glue = decoder.layout.find(UnitKind.GLUE)
     params = {} if glue is None else decoder.views(glue, flats[glue])
     return decoder.embed(rows, params, remapped, padding_row=row, **more)[1]
+
+
+class DeviceQuestions(TorchDispatchMode):
+    """Operations whose result the host must wait for: on a GPU, each would drain the queue."""
+
+    NAMES = ("_local_scalar_dense", "is_nonzero", "aten::nonzero", "aten::equal", "masked_select", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(name in func.name() for name in self.NAMES):
+            self.found.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@FAMILY
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_neither_glue_nor_blocks_wait_for_the_device(family: str, packed: bool) -> None:
+    decoder = build(family)
+    flats = flats_of(decoder, random_model(decoder.config).state_dict())
+    ids = batch()[0]
+    positions = torch.cat([torch.arange(7), torch.arange(9)]).expand(3, 16) if packed else None
+    table = flats[0].view(decoder.vocab_size, decoder.hidden_size)
+    _, rows, remapped, row = gather(table, ids, decoder.padding_idx)
+    glue = decoder.layout.find(UnitKind.GLUE)
+    params = {} if glue is None else decoder.views(glue, flats[glue])
+    views = [decoder.views(unit, flats[unit]) for unit in decoder.layout.blocks]
+    with DeviceQuestions() as asked:
+        hidden, call = decoder.embed(rows, params, remapped, padding_row=row, position_ids=positions)
+        for unit, view in zip(decoder.layout.blocks, views, strict=True):
+            hidden = decoder.forward(unit, view, hidden, call)
+    assert asked.found == []
+
+
+def test_masks_made_elsewhere_still_look_for_packed_samples() -> None:
+    decoder = build("llama")
+    run_units(decoder, flats_of(decoder, random_model(decoder.config).state_dict()), *batch())
+    with DeviceQuestions() as asked:
+        random_model(decoder.config)(batch()[0], use_cache=False)
+    assert asked.found != []  # and the counting above counts
 
 
 def test_two_decoders_do_not_see_each_other() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB
 
+from families import FAMILIES, VOCAB
 from slideformer.model.decoder import Decoder
 from slideformer.model.tail import TAILS, find_tail
 

@@ -111,11 +111,11 @@ class Decoder:
     ) -> tuple[torch.Tensor, Call]:
         """What the first block gets, and what all blocks are called with: the model's own forward up to its blocks.
 
-        rows: [n, H], gathered rows of the table; ids: [B, S] int64, indices into `rows`. padding_row: the row of
-        `padding_idx` among them, which gets no gradient; None when it is not there. glue: the glue unit's parameters
-        (empty if it has none). attention_mask: [B, S], 1 = real; right padding needs none. position_ids: [B, S]; samples
-        packed in a row are those between restarts. Differentiable in rows and glue; the caller sets the grad mode. Waits
-        for the device only if an attention_mask is given, or by the model's own doing (rope type "dynamic").
+        rows: [n, H], gathered rows of the table. ids: [B, S] int64, indices into `rows`. padding_row: the row of
+        `padding_idx` among them, which gets no gradient; None when it is not there. glue: the glue unit's parameters,
+        empty if it has none. attention_mask: [B, S], 1 = real; right padding needs none. position_ids: [B, S]; the
+        samples packed in a row are those between restarts. Differentiable in rows and glue; the caller sets the grad
+        mode. Waits for the device only if an attention_mask is given, or where the model does (rope type "dynamic").
         Returns hidden [B, S, H].
         """
         self._parts.table.padding_idx = padding_row
