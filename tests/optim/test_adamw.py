@@ -194,6 +194,7 @@ def test_rows_without_a_gradient_row_get_a_gradient_of_zero(generator: torch.Gen
         ({"lr": 1e-3, "beta2": -0.1}, "beta2 is -0.1, must be at least 0 and less than 1"),
         ({"lr": 1e-3, "eps": -1.0}, "eps is -1.0, must be 0 or more"),
         ({"lr": 1e-3, "weight_decay": -0.1}, "weight_decay is -0.1, must be 0 or more"),
+        ({"lr": 2.0, "weight_decay": 0.6}, "lr . weight_decay is 1.2, must be at most 1"),
         ({"lr": 1e-3, "step": 0}, "step is 0, must be at least 1"),
     ],
 )

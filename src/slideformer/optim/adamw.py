@@ -37,6 +37,9 @@ class Hyper:
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             if not 0 <= beta < 1:
                 raise ValueError(f"{name} is {beta}, must be at least 0 and less than 1")
+        if self.lr * self.weight_decay > 1:
+            found = f"lr * weight_decay is {self.lr * self.weight_decay:g}"
+            raise ValueError(f"{found}, must be at most 1: more would turn weights round")
         if self.step < 1:
             raise ValueError(f"step is {self.step}, must be at least 1: the first update is step 1")
 
@@ -84,11 +87,12 @@ def reference_update(
     """
     s = hyper.scalars()
     g = torch.zeros_like(exp_avg) if grad is None else _flush(_flush(grad.float()) * s.grad_scale)
-    m = _flush(_flush(exp_avg * s.beta1) + _flush(g * s.one_minus_beta1))  # a factor of at most 1 flushes the moment
+    # Moments and master are flushed by their first factor, which is between 0 and 1; only grad_scale may be larger.
+    m = _flush(_flush(exp_avg * s.beta1) + _flush(g * s.one_minus_beta1))
     v = _flush(_flush(exp_avg_sq * s.beta2) + _flush(_flush(g * s.one_minus_beta2) * g))
     # A divisor that is a Python number becomes a multiplication by its reciprocal on CUDA: one rounding too many.
     denom = _sqrt(v) / torch.tensor(s.sqrt_bias2, device=v.device) + s.eps
-    p = _flush(_flush(join(weight, residual)) * s.decay)
+    p = _flush(join(weight, residual) * s.decay)
     p = _flush(p - _flush(_flush(m / denom) * s.step_size))
     exp_avg.copy_(_one_nan(m))
     exp_avg_sq.copy_(_one_nan(v))

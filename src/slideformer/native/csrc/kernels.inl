@@ -82,7 +82,7 @@ int64_t adamw_from(int64_t i, const sf_scalars& s, const sf_state& state, const 
         const F g = Gradient<V, kind>::load(grad, i, scale);
         F m = V::load(state.exp_avg + i);
         F v = V::load(state.exp_avg_sq + i);
-        F p = V::flush(V::join(state.weight + i, state.residual + i));
+        F p = V::join(state.weight + i, state.residual + i);
         m = V::flush(V::add(V::flush(V::mul(m, beta1)), V::flush(V::mul(g, one_minus_beta1))));
         v = V::flush(V::add(V::flush(V::mul(v, beta2)), V::flush(V::mul(V::flush(V::mul(g, one_minus_beta2)), g))));
         const F denom = V::add(V::div(V::sqrt(v), sqrt_bias2), eps);
