@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import gc
 import json
 import os
 import platform
@@ -200,20 +199,20 @@ def _ours_steps(args, engine, device: Device, vocab: int, rss_before, micro_batc
         return [micro_batch(t, t) for t in tokens.split(rows)]
 
     batches = [batch(i) for i in range(args.warmup + args.steps)]
-    results, times, losses, marks = [], [], [], []
-    gc.collect()
-    gc.disable()
+    results, times, losses, norms, marks = [], [], [], [], []
+
+    def finish(result) -> None:
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        result.wait()
+        times.append(time.perf_counter())
+        marks.append(_marks(device, engine))
+
     for index, item in enumerate(batches):
-        results.append(engine.step(item, lr=1e-5))
-        if index:  # the step before: its loss is known while this one is queued behind it
-            losses.append(results[index - 1].loss)
-            results[index - 1].wait()
-            times.append(time.perf_counter())
-            marks.append(_marks(device, engine))
-    losses.append(results[-1].loss)
-    results[-1].wait()
-    times.append(time.perf_counter())
-    gc.enable()
+        results = [*results[-3:], engine.step(item, lr=1e-5)]
+        if index:  # the step before: its results are read while this one is queued behind it
+            finish(results[-2])
+    finish(results[-1])
     steps = [b - a for a, b in zip(times, times[1:], strict=False)][args.warmup - 1 :]
     traced = results[-2]
     busy = {str(k): round(v / statistics.median(steps), 3) for k, v in traced.busy_s().items()}
@@ -222,7 +221,7 @@ def _ours_steps(args, engine, device: Device, vocab: int, rss_before, micro_batc
     memory = engine.memory()
     return {
         "loss": [round(x, 5) for x in losses],
-        "grad_norm": [round(r.grad_norm, 4) for r in results],
+        "grad_norm": [round(x, 4) for x in norms],
         "step_s": spread(steps),
         "busy": busy,
         "gpu_peak_gib": round(device.peak_nbytes() / GIB, 2),
@@ -235,15 +234,14 @@ def _ours_steps(args, engine, device: Device, vocab: int, rss_before, micro_batc
         "isa": engine.kernels.isa,
         "window": engine.step_options.window,
         "num_ops": len(engine.plan.ops),
-        "constant": marks[2:] == marks[2:3] * len(marks[2:]),
-        "watch": marks[-1],
+        "watch": {key: [min(m[key] for m in marks[2:]), max(m[key] for m in marks[2:])] for key in marks[0]},
         "allocated_s": round(allocated_s, 1),
         "ready_s": round(ready_s, 1),
     }
 
 
 def _marks(device: Device, engine) -> dict:
-    """What must not change from step to step."""
+    """What must not change from step to step; the line has the least and the most of steps 3 to the last."""
     watch = {"pinned": device.page_locked_nbytes}
     if device.kind == "cuda":
         stats = torch.cuda.memory_stats()
@@ -251,7 +249,7 @@ def _marks(device: Device, engine) -> dict:
         watch["reserved"] = stats["reserved_bytes.all.current"]
     watch["slots"] = hash(tuple(t.data_ptr() for t in engine.executor.buffers.values() if isinstance(t, torch.Tensor)))
     rss = next(int(s.split()[1]) for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("VmRSS"))
-    watch["rss_gib"] = round(rss * 1024 / GIB, 1)
+    watch["rss_mib"] = rss // 1024
     return watch
 
 
