@@ -10,6 +10,7 @@ from itertools import product
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from schedule.costs import NUM_BLOCKS, costs, layout_3b, work_s
 from schedule.plans import Case, cases, tiny_layout
@@ -115,6 +116,16 @@ def test_every_trained_tile_is_updated_exactly_once_and_no_frozen_one(case: Case
     assert rows == [t.index for t in case.layout.tiles(0, trained=True)]
     moved = {op.unit for op in case.plan.ops if op.lane is LaneName.DOWNLOAD and op.unit >= 0}
     assert moved == {u for u in units if case.layout.units[u].train_numel}
+
+
+@given(cases(), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_plans_of_the_most_micro_batches_and_of_one_name_every_buffer_of_those_between(case: Case, fewer: int):
+    """The last step of an epoch may have fewer; what two plans name is allocated once, for all."""
+    build = build_step if case.plan.trains else build_evaluation
+    one, some = (build(case.layout, replace(case.options, micro_batches=m)) for m in (1, fewer))
+    if fewer <= case.options.micro_batches:
+        assert some.buffers().keys() <= case.plan.buffers().keys() | one.buffers().keys()
 
 
 @given(cases(training=False))
@@ -232,5 +243,8 @@ def test_options_out_of_range_and_nothing_to_train_are_refused():
             StepOptions(**{name: value})
     with pytest.raises(ValueError, match="hidden_ring is 1, must be at least 2"):
         build_step(layout, StepOptions(hidden_ring=1))
+    with pytest.raises(ValueError, match="'late' is not a valid Update"):
+        StepOptions(update="late")
+    assert StepOptions(update="deferred").update is Update.DEFERRED
     with pytest.raises(ValueError, match="no parameter is trainable"):
         build_step(tiny_layout(1, frozen=frozenset({"table", "w0", "n0", "final"})), StepOptions())

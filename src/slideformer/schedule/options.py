@@ -35,3 +35,4 @@ class StepOptions:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
         if self.hidden_pool < 0:
             raise ValueError(f"hidden_pool is {self.hidden_pool}, must be at least 0")
+        object.__setattr__(self, "update", Update(self.update))  # a plain "deferred" would compare equal, and not be it
