@@ -17,12 +17,12 @@ from slideformer.errors import BadInput, RunFailed
 class LaneFailure(RunFailed):
     """The first failure of any lane. `__cause__` is the exception itself, with its own traceback.
 
-    lane: the lane it happened in. label: what it was running.
+    lane: the lane it happened in. label: what it was running. heard: it was raised in some caller already.
     """
 
     def __init__(self, lane: str, label: str, cause: BaseException) -> None:
         super().__init__(f"lane {lane} failed in {label}: {type(cause).__name__}: {cause}")
-        self.lane, self.label = lane, label
+        self.lane, self.label, self.heard = lane, label, False
         self.__cause__ = cause
 
 
@@ -31,6 +31,9 @@ class Mark(Protocol):
 
     def wait(self) -> None:
         """Block the calling thread until all work before the mark is done. Raises LaneFailure if it never will be."""
+
+    def wait_issued(self) -> None:
+        """Block until the lane's thread is through with the work (on a stream: has launched it) or has dropped it."""
 
     @property
     def completed(self) -> bool:
@@ -46,8 +49,15 @@ class Lane(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def closed(self) -> bool:
+        """Its thread has ended, because its device was closed."""
+
     def run(self, work: Callable[[], None], label: str = "") -> Mark:
-        """Queue work; returns its mark at once. After a failure anywhere, queued work is dropped, not run."""
+        """Queue work; returns its mark at once. After a failure anywhere, queued work is dropped, not run.
+
+        Raises RunFailed when the lane is closed.
+        """
         ...
 
     def wait(self, mark: Mark) -> None:

@@ -12,6 +12,10 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from slideformer.device.api import LaneFailure
+from slideformer.errors import RunFailed
+
+NOTICE_S = 0.1
+"""How often a caller who waits for one lane looks whether another has failed."""
 
 
 class Fault:
@@ -29,6 +33,7 @@ class Fault:
     def check(self) -> None:
         """Raise the first failure, if there is one."""
         if self.first is not None:
+            self.first.heard = True
             raise self.first
 
 
@@ -46,12 +51,13 @@ class HostMark:
         self._event.set()
 
     def wait_issued(self) -> None:
-        """Block until the lane's thread is through with the work (on a stream: has launched it) or has dropped it."""
         self._event.wait()
 
     def wait(self) -> None:
-        self._event.wait()
-        self._fault.check()
+        while not self._event.wait(NOTICE_S):
+            self._fault.check()
+        if self.end_s == 0.0:  # dropped
+            self._fault.check()
 
     @property
     def completed(self) -> bool:
@@ -67,11 +73,14 @@ class ThreadLane:
     def __init__(self, name: str, fault: Fault) -> None:
         self.name = name
         self.fault = fault
+        self.closed = False
         self._queue: SimpleQueue[tuple[Callable[[], None] | None, HostMark | None, str]] = SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=f"slideformer-{name}", daemon=True)
         self._thread.start()
 
     def run(self, work: Callable[[], None], label: str = "") -> HostMark:
+        if self.closed:
+            raise RunFailed(f"lane {self.name} was asked for {label or 'work'} after its device was closed")
         mark = self.new_mark()
         self._queue.put((work, mark, label))
         return mark
@@ -80,7 +89,8 @@ class ThreadLane:
         self._queue.put((None, mark, ""))
 
     def close(self) -> None:
-        """Let the queue run dry, then end the thread."""
+        """Let the queue run dry, then end the thread. Once is enough, twice does no harm."""
+        self.closed = True
         self._queue.put((None, None, ""))
         self._thread.join()
 
