@@ -140,7 +140,7 @@ def judge(rows: list[Row], before: list[str], after: list[str], reloaded_loss: f
         ),
         (
             rise < 0.08,
-            f"loss on unseen general rows: {change(first, last, 'eval_general_loss')}, {rise:+.1%}, rises by less than 8%",
+            f"loss on unseen general rows: {change(first, last, 'eval_general_loss')} ({rise:+.1%}), rises by < 8%",
         ),
         (right_before <= 1, f"held-out questions right before: {right_before} of {len(rows)}, at most 1"),
         (right_after >= 6, f"held-out questions right after: {right_after} of {len(rows)}, at least 6"),

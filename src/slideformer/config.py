@@ -34,7 +34,7 @@ NULL_MEANS = {
 
 
 class DatasetSpec(BaseModel):
-    """One local file of rows. weight: how often each of its rows comes up in an epoch; 0.5 takes another half each time."""
+    """One local file of rows. weight: how often each row comes up in an epoch; 0.5 takes another half each time."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     path: str
@@ -195,8 +195,8 @@ class TrainConfig(BaseModel):
         return [
             (
                 self.update == "eager" and self.max_grad_norm > 0,
-                f"update: eager cannot clip (it updates before the norm is known), and max_grad_norm is {self.max_grad_norm:g}: "
-                + "set max_grad_norm: 0, or update: deferred",
+                "update: eager cannot clip (it updates before the norm is known), and "
+                + f"max_grad_norm is {self.max_grad_norm:g}: set max_grad_norm: 0, or update: deferred",
             ),
             (
                 self.update == "eager" and self.on_nonfinite == "skip",
@@ -224,7 +224,8 @@ class TrainConfig(BaseModel):
             ),
             (
                 self.eval_strategy != "no" and not has_eval,
-                f"eval_strategy is {self.eval_strategy}, but there is nothing to evaluate: give eval_dataset or val_size",
+                f"eval_strategy is {self.eval_strategy}, but there is nothing to evaluate: "
+                + "give eval_dataset or val_size",
             ),
             (
                 self.eval_on_start and not has_eval,

@@ -39,8 +39,9 @@ class Codec:
         return self.tokenizer(text)["input_ids"]
 
 
-def load_tokenizer(folder: Path) -> Codec:
+def load_tokenizer(folder: Path | str) -> Codec:
     """The tokenizer of a model folder. Raises BadInput: no folder, no tokenizer in it, one without offsets."""
+    folder = Path(folder)
     if not folder.is_dir():
         raise BadInput(
             f"there is no model folder {folder}: give a folder with config.json, tokenizer.json and *.safetensors "
@@ -52,10 +53,10 @@ def load_tokenizer(folder: Path) -> Codec:
         raise BadInput(f"no tokenizer can be loaded from {folder}: {_first_line(error)}") from error
     if not tokenizer.is_fast:
         raise BadInput(f"the tokenizer in {folder} has no tokenizer.json, which is needed to know what to train on")
-    return Codec(tokenizer, str(folder), end_ids(tokenizer, folder))
+    return Codec(tokenizer, str(folder), _end_ids(tokenizer, folder))
 
 
-def end_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...]:
+def _end_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...]:
     """eos of the tokenizer, then those of generation_config.json."""
     found = [tokenizer.eos_token_id]
     path = folder / "generation_config.json"

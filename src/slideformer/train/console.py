@@ -55,7 +55,7 @@ class PlainConsole:
         self.note(f"warning: {line}")
 
     def step(self, metrics: Metrics, num_steps: int) -> None:
-        self.note(f"step {metrics['global_step']}/{num_steps}  {step_text(metrics)}")
+        self.note(f"step {metrics['global_step']}/{num_steps}: {step_text(metrics)}")
 
     def evaluation(self, metrics: Metrics) -> None:
         self.note(evaluation_text(metrics))
@@ -68,7 +68,7 @@ class LiveConsole:
         self._console = RichConsole(file=stream, highlight=False)
         # Drawn when there is something new, so no thread is needed.
         self._progress = Progress(
-            BarColumn(bar_width=12),
+            BarColumn(bar_width=8),
             MofNCompleteColumn(),
             TextColumn("{task.description}"),
             console=self._console,
@@ -105,7 +105,7 @@ class LiveConsole:
 
 
 def step_text(metrics: Metrics) -> str:
-    """Loss, learning rate, norm, speed and time left: at most 56 characters, so that a bar fits beside in 80."""
+    """Loss, learning rate, norm, speed and time left: about 60 characters, so that a bar fits beside in 80."""
     loss, norm = metrics["loss"], metrics.get("grad_norm")
     parts = [
         f"loss {loss:.4f}" if loss is not None else "loss not finite",
@@ -114,7 +114,7 @@ def step_text(metrics: Metrics) -> str:
         f"{metrics['tokens_per_second']:,.0f} tok/s",
         f"eta {duration(metrics['eta_seconds'] or 0)}",
     ]
-    return "  ".join(part for part in parts if part)
+    return " ".join(part for part in parts if part)
 
 
 def evaluation_text(metrics: Metrics) -> str:

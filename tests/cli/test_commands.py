@@ -1,0 +1,183 @@
+"""The commands as a user runs them: what they print, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from slideformer.errors import BadInput
+from train.toy import make_model
+
+
+def one_sentence(done) -> str:
+    """The error, which must be the last line of standard error, with no traceback anywhere."""
+    assert "Traceback" not in done.stderr + done.stdout
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    return last.removeprefix("error: ")
+
+
+def test_train_trains_saves_and_says_where(slideformer, yaml_for, tmp_path) -> None:
+    done = slideformer("train", yaml_for(), "--max-steps", "3", "lr=1e-3")
+    assert done.returncode == 0, done.stderr
+    assert "note: command line: lr is taken as learning_rate" in done.stderr
+    assert "step 3/3: loss" in done.stdout
+    assert done.stdout.splitlines()[-1] == "the model is in out"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert json.loads((tmp_path / "out/run.json").read_text())["config"]["learning_rate"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "expected"),
+    [
+        ({"lerning_rate": 1}, 2, "train.yaml:9: unknown key lerning_rate: did you mean learning_rate?"),
+        ({"model_name_or_path": "nowhere"}, 2, "nowhere is not a folder"),
+        ({"dataset": "nowhere.jsonl"}, 2, "the data file nowhere.jsonl does not exist"),
+        ({"max_host_memory": "1MiB"}, 3, "this run needs"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_bad_input_is_one_sentence_and_a_code(slideformer, yaml_for, command, fields, code, expected) -> None:
+    if command == "plan" and "dataset" in fields:
+        fields = {"window": 0}  # a plan reads no data
+        expected = "window: found 0, should be greater than or equal to 1"
+    done = slideformer(command, yaml_for(**fields))
+    assert expected in one_sentence(done)
+    assert done.returncode == code
+
+
+def test_broken_json_is_told_with_its_line(slideformer, yaml_for, tmp_path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "abc"}\n{"text": \n')
+    done = slideformer("train", yaml_for(dataset="rows.jsonl"))
+    assert one_sentence(done).startswith("rows.jsonl:2: not valid JSON: ")
+    assert done.returncode == 2
+
+
+def test_a_model_with_dropout_is_refused(slideformer, yaml_for, tmp_path) -> None:
+    model = make_model(tmp_path / "dropout", attention_dropout=0.1)
+    done = slideformer("train", yaml_for(model_name_or_path=model))
+    assert "dropout" in one_sentence(done)
+    assert done.returncode == 2
+
+
+def test_debug_lets_the_error_through_with_its_traceback(slideformer, yaml_for) -> None:
+    with pytest.raises(BadInput, match="nowhere is not a folder"):
+        slideformer("train", "--debug", yaml_for(model_name_or_path="nowhere"))
+
+
+def test_a_run_whose_numbers_run_away_ends_with_1(slideformer, yaml_for) -> None:
+    config = yaml_for(learning_rate="1e38", warmup_steps=0, max_grad_norm=0, lr_scheduler_type="constant")
+    done = slideformer("train", config)
+    assert one_sentence(done).startswith("step 2: ")
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_training_cleanly(yaml_for, tmp_path, signum, code) -> None:
+    command = [sys.executable, "-m", "slideformer", "train", str(yaml_for(max_steps=1_000_000))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stdout:
+            if line.startswith("step 2/"):
+                break
+        process.send_signal(signum)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert errors.strip().splitlines()[-1].startswith(f"stopped by {signum.name} after step ")
+    assert "Traceback" not in errors
+
+
+def test_plan_shows_bytes_and_a_timeline_in_80_columns_without_weights(slideformer, yaml_for, tmp_path, toy) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare/config.json").write_text((toy / "model/config.json").read_text())
+    done = slideformer("plan", yaml_for(model_name_or_path="bare"))
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for expected in (
+        "device  ",
+        "host  ",
+        "block slots",
+        "first moments",
+        "  compute ",
+        "   update ",
+        "tokens/s, expected at",
+    ):
+        assert expected in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_plan_as_json_adds_up_and_follows_the_rates(slideformer, yaml_for) -> None:
+    def planned(*words: str) -> dict:
+        done = slideformer("plan", yaml_for(), "--json", *words)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    slow, fast = planned("--tflops", "0.001"), planned("--tflops", "0.01")
+    assert slow["device_nbytes"] == sum(slow["device"].values())
+    assert slow["host_nbytes"] == sum(slow["host"].values())
+    assert slow["parameters"] == slow["trained_parameters"]
+    assert slow["step_time"] > 5 * fast["step_time"]
+    assert planned("freeze=embed")["trained_parameters"] < slow["parameters"]
+
+
+def test_plan_predicts_what_training_allocates(slideformer, yaml_for, tmp_path) -> None:
+    planned = json.loads(slideformer("plan", yaml_for(), "--json").stdout)
+    assert slideformer("train", yaml_for()).returncode == 0
+    memory = json.loads((tmp_path / "out/run.json").read_text())["memory"]
+    assert planned["device_nbytes"] == memory["device"]
+    assert planned["host_nbytes"] == memory["host_state"] + memory["host_buffers"]
+
+
+def test_doctor_measures_this_machine(slideformer) -> None:
+    done = slideformer("doctor", "--device", "cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["device"] == "cpu"
+    assert facts["update_gparams"] > 0
+    assert facts["both_ways_gbps"] > 0
+    assert facts["versions"]["slideformer"]
+    assert facts["host_memory_gib"] > 0
+
+
+def test_doctor_text_fits_80_columns(slideformer) -> None:
+    done = slideformer("doctor", "--device", "cpu")
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for row in ("installed", "optimizer", "update rate", "host memory", "GPU", "trains on", "page-locking", "link"):
+        assert f"\n{row}" in "\n" + done.stdout
+
+
+def test_an_unknown_command_or_device_ends_with_2(slideformer) -> None:
+    assert slideformer("tarin").returncode == 2
+    done = slideformer("doctor", "--device", "tpu")
+    assert one_sentence(done) == "device is 'tpu', must be auto, cpu or cuda"
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["plan", "--help"], ["train", "lerning_rate=1"], ["trian"]]
+)
+def test_help_and_argument_errors_answer_within_half_a_second_and_without_torch(tmp_path, words) -> None:
+    code = (
+        "import sys\nfrom slideformer.cli import main\n"
+        f"sys.argv = ['slideformer', *{words!r}]\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print('heavy:', sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    used = []
+    for _ in range(3):  # processor time, and the best of three: other work on this machine is not the command's
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert done.stdout.splitlines()[-1] == "heavy: []"
+    assert min(used) < 0.5
