@@ -4,8 +4,8 @@
 bit for bit the same.
 """
 
-from slideformer.native.kernels import HostKernels, TorchKernels
+from slideformer.native.kernels import HostKernels, Planes, TorchKernels
 from slideformer.native.library import NativeKernels
 from slideformer.native.loader import available_cpus, load
 
-__all__ = ["HostKernels", "NativeKernels", "TorchKernels", "available_cpus", "load"]
+__all__ = ["HostKernels", "NativeKernels", "Planes", "TorchKernels", "available_cpus", "load"]

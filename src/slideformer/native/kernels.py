@@ -5,7 +5,7 @@ Arguments are checked here, for both implementations: what reaches C++ are point
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,15 @@ from slideformer.optim import Hyper, join, reference_update, reference_update_ro
 # Elements the stand-in updates at a time: its ten or so temporaries should stay in the cache. 2-core Sapphire Rapids,
 # 2026-11-30, 16 Mi elements: 23 Mparam/s with 2**18 and 2**20, 7 with 2**16 (calls dominate), 8 with all at once.
 TORCH_CHUNK_NUMEL = 1 << 18
+
+
+class Planes(NamedTuple):
+    """The state of a tile [n], or of a matrix [V, H]: bf16 and int16 planes of the master weight, fp32 moments."""
+
+    weight: Tensor
+    residual: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
 
 
 class HostKernels(Protocol):
@@ -33,12 +42,21 @@ class HostKernels(Protocol):
         ...
 
     def update(
-        self, weight: Tensor, residual: Tensor, grad: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, hyper: Hyper
+        self,
+        weight: Tensor,
+        residual: Tensor,
+        grad: Tensor | None,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        hyper: Hyper,
+        *,
+        out: Planes | None = None,
     ) -> None:
         """Apply one AdamW step to a tile.
 
         weight: bf16 plane, residual: int16 plane, exp_avg, exp_avg_sq: fp32, all [n].
-        grad: bf16 or fp32 [n], or None for zero. Specification: `slideformer.optim.reference_update`.
+        grad: bf16 or fp32 [n], or None for zero. out: where the new state goes, the old one staying as it is (None: in
+        its place); the two must not overlap. Specification: `slideformer.optim.reference_update`.
         """
         ...
 
@@ -52,11 +70,14 @@ class HostKernels(Protocol):
         grad: Tensor | None,
         grad_rows: Tensor | None,
         hyper: Hyper,
+        *,
+        out: Planes | None = None,
     ) -> None:
         """Apply one AdamW step to some rows of [V, H] planes and moments.
 
         rows: int64 [n], distinct. grad: bf16 or fp32 [k, H], or None for zero. Row rows[i] takes gradient row
-        grad_rows[i] (int64 [n]; row i if None), or a gradient of zero where that is negative.
+        grad_rows[i] (int64 [n]; row i if None), or a gradient of zero where that is negative. out: as in `update`; its
+        other rows stay as they are.
         """
         ...
 
@@ -88,9 +109,21 @@ class TorchKernels:
         return torch.get_num_threads()
 
     def update(
-        self, weight: Tensor, residual: Tensor, grad: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, hyper: Hyper
+        self,
+        weight: Tensor,
+        residual: Tensor,
+        grad: Tensor | None,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        hyper: Hyper,
+        *,
+        out: Planes | None = None,
     ) -> None:
-        check_tile(weight, residual, grad, exp_avg, exp_avg_sq)
+        check_tile(weight, residual, grad, exp_avg, exp_avg_sq, out)
+        if out is not None:
+            for target, source in zip(out, (weight, residual, exp_avg, exp_avg_sq), strict=True):
+                target.copy_(source)
+            return self.update(out.weight, out.residual, grad, out.exp_avg, out.exp_avg_sq, hyper)
         for start in range(0, weight.numel(), TORCH_CHUNK_NUMEL):
             part = slice(start, start + TORCH_CHUNK_NUMEL)
             part_grad = None if grad is None else grad[part]
@@ -106,8 +139,10 @@ class TorchKernels:
         grad: Tensor | None,
         grad_rows: Tensor | None,
         hyper: Hyper,
+        *,
+        out: Planes | None = None,
     ) -> None:
-        check_rows(weight, residual, exp_avg, exp_avg_sq, rows, grad, grad_rows)
+        check_rows(weight, residual, exp_avg, exp_avg_sq, rows, grad, grad_rows, out)
         num_rows, num = weight.shape[0], rows.numel()
         index = _first((rows < 0) | (rows >= num_rows))
         if index is None and rows.unique().numel() != num:
@@ -118,6 +153,10 @@ class TorchKernels:
             index = grad.shape[0]
         if index is not None:
             raise bad_row(index, rows, num_rows, grad, grad_rows)
+        if out is not None:
+            for target, source in zip(out, (weight, residual, exp_avg, exp_avg_sq), strict=True):
+                target[rows] = source[rows]
+            weight, residual, exp_avg, exp_avg_sq = out
         step = max(TORCH_CHUNK_NUMEL // max(weight.shape[1], 1), 1)
         for start in range(0, num, step):
             part = slice(start, start + step)
@@ -145,7 +184,14 @@ class TorchKernels:
         pass
 
 
-def check_tile(weight: Tensor, residual: Tensor, grad: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+def check_tile(
+    weight: Tensor,
+    residual: Tensor,
+    grad: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    out: Planes | None = None,
+) -> None:
     """Raise ValueError unless these can be the tensors of `HostKernels.update`."""
     shape = weight.shape
     _check("weight", weight, (torch.bfloat16,), shape, num_dims=1)
@@ -154,6 +200,7 @@ def check_tile(weight: Tensor, residual: Tensor, grad: Tensor | None, exp_avg: T
     _check("exp_avg_sq", exp_avg_sq, (torch.float32,), shape)
     if grad is not None:
         _check("grad", grad, (torch.bfloat16, torch.float32), shape)
+    _check_out(out, Planes(weight, residual, exp_avg, exp_avg_sq))
 
 
 def check_rows(
@@ -164,6 +211,7 @@ def check_rows(
     rows: Tensor,
     grad: Tensor | None,
     grad_rows: Tensor | None,
+    out: Planes | None = None,
 ) -> None:
     """Raise ValueError unless these can be the tensors of `HostKernels.update_rows`, row numbers left aside."""
     shape = weight.shape
@@ -176,6 +224,7 @@ def check_rows(
         _check("grad", grad, (torch.bfloat16, torch.float32), (*grad.shape[:1], shape[1]))
     if grad_rows is not None:
         _check("grad_rows", grad_rows, (torch.int64,), rows.shape)
+    _check_out(out, Planes(weight, residual, exp_avg, exp_avg_sq))
 
 
 def check_gather(src: Tensor, rows: Tensor, out: Tensor) -> None:
@@ -219,6 +268,15 @@ def _check(
         raise ValueError(f"{name} has shape {list(tensor.shape)}, must be {list(shape)} like the others")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} has strides {tensor.stride()}, must be contiguous")
+
+
+def _check_out(out: Planes | None, state: Planes) -> None:
+    if out is None:
+        return
+    for name, target, source in zip(Planes._fields, out, state, strict=True):
+        _check(f"out.{name}", target, (source.dtype,), source.shape)
+        if max(target.data_ptr(), source.data_ptr()) < min(t.data_ptr() + t.nbytes for t in (target, source)):
+            raise ValueError(f"out.{name} overlaps {name}; give memory of its own, or no out to update in place")
 
 
 def _first(mask: Tensor) -> int | None:

@@ -16,7 +16,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from slideformer.native.kernels import bad_row, check_gather, check_planes, check_rows, check_tile
+from slideformer.native.kernels import Planes, bad_row, check_gather, check_planes, check_rows, check_tile
 from slideformer.optim import Hyper, Scalars
 
 LIBRARY_NAME = "libslideformer_native.so"
@@ -46,10 +46,10 @@ def open_library(path: Path) -> CDLL:
         "sf_isas": (c_char_p, []),
         "sf_pool_create": (c_void_p, [c_int32, c_char_p]),
         "sf_pool_destroy": (None, [pool]),
-        "sf_adamw": (None, [pool, scalars, state, c_int32, c_void_p, c_int64]),
+        "sf_adamw": (None, [pool, scalars, state, state, c_int32, c_void_p, c_int64]),
         "sf_adamw_rows": (
             c_int64,
-            [pool, scalars, state, c_int32, c_void_p, rows, rows, c_int64, c_int64, c_int64, c_int64],
+            [pool, scalars, state, state, c_int32, c_void_p, rows, rows, c_int64, c_int64, c_int64, c_int64],
         ),
         "sf_gather_rows": (c_int64, [pool, c_void_p, rows, c_void_p, c_int64, c_int64, c_int64]),
         "sf_split": (None, [pool, c_void_p, c_void_p, c_void_p, c_int64]),
@@ -90,12 +90,26 @@ class NativeKernels:
         self._end = weakref.finalize(self, library.sf_pool_destroy, self._pool)
 
     def update(
-        self, weight: Tensor, residual: Tensor, grad: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, hyper: Hyper
+        self,
+        weight: Tensor,
+        residual: Tensor,
+        grad: Tensor | None,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        hyper: Hyper,
+        *,
+        out: Planes | None = None,
     ) -> None:
-        check_tile(weight, residual, grad, exp_avg, exp_avg_sq)
+        check_tile(weight, residual, grad, exp_avg, exp_avg_sq, out)
         state = _state(weight, residual, exp_avg, exp_avg_sq)
         self._library.sf_adamw(
-            self._running(), byref(_scalars(hyper)), byref(state), _kind(grad), _address(grad), weight.numel()
+            self._running(),
+            byref(_scalars(hyper)),
+            byref(state),
+            None if out is None else byref(_state(*out)),
+            _kind(grad),
+            _address(grad),
+            weight.numel(),
         )
 
     def update_rows(
@@ -108,8 +122,10 @@ class NativeKernels:
         grad: Tensor | None,
         grad_rows: Tensor | None,
         hyper: Hyper,
+        *,
+        out: Planes | None = None,
     ) -> None:
-        check_rows(weight, residual, exp_avg, exp_avg_sq, rows, grad, grad_rows)
+        check_rows(weight, residual, exp_avg, exp_avg_sq, rows, grad, grad_rows, out)
         state = _state(weight, residual, exp_avg, exp_avg_sq)
         num_rows, width = weight.shape
         num_grad_rows = 0 if grad is None else grad.shape[0]
@@ -117,6 +133,7 @@ class NativeKernels:
             self._running(),
             byref(_scalars(hyper)),
             byref(state),
+            None if out is None else byref(_state(*out)),
             _kind(grad),
             _address(grad),
             _address(rows),

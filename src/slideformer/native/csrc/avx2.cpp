@@ -24,6 +24,15 @@ struct Avx2 {
         store16(w, narrow(_mm256_srai_epi32(rounded, 16)));
         store16(r, narrow(_mm256_srai_epi32(_mm256_slli_epi32(bits, 16), 16)));
     }
+    static void store_past(float* p, F x) { _mm256_stream_ps(p, x); }
+    static void split_past(F x, uint16_t* w, int16_t* r) {
+        const __m256i bits = _mm256_castps_si256(x);
+        const __m256i rounded = _mm256_add_epi32(bits, _mm256_set1_epi32(0x8000));
+        _mm_stream_si128(reinterpret_cast<__m128i*>(w), narrow(_mm256_srai_epi32(rounded, 16)));
+        const __m256i low = _mm256_srai_epi32(_mm256_slli_epi32(bits, 16), 16);
+        _mm_stream_si128(reinterpret_cast<__m128i*>(r), narrow(low));
+    }
+    static void fence() { _mm_sfence(); }
     static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
     static F add(F a, F b) { return _mm256_add_ps(a, b); }
     static F sub(F a, F b) { return _mm256_sub_ps(a, b); }

@@ -24,6 +24,14 @@ struct Avx512 {
         store16(w, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
         store16(r, _mm512_cvtepi32_epi16(bits));
     }
+    static void store_past(float* p, F x) { _mm512_stream_ps(p, x); }
+    static void split_past(F x, uint16_t* w, int16_t* r) {
+        const __m512i bits = _mm512_castps_si512(x);
+        const __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000));
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(w), _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(r), _mm512_cvtepi32_epi16(bits));
+    }
+    static void fence() { _mm_sfence(); }
     static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
     static F add(F a, F b) { return _mm512_add_ps(a, b); }
     static F sub(F a, F b) { return _mm512_sub_ps(a, b); }

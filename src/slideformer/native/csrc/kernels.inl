@@ -4,7 +4,9 @@
 // AVX-512 flags must never be the copy that the linker keeps for the others.
 //
 // V has: width, F (a vector of floats), and the static functions used below. `flush` makes magnitudes up to 2^-126
-// zero and keeps the sign; `one_nan` makes every NaN 0x7FC00000. The reference is slideformer/optim/adamw.py; the
+// zero and keeps the sign; `one_nan` makes every NaN 0x7FC00000. `store_past` and `split_past` go past the caches (whole
+// cache lines that nobody reads soon; written the ordinary way they would first be read, 12 of 38 bytes an element),
+// need pointers aligned to a cache line, and are ordered by `fence`. The reference is slideformer/optim/adamw.py; the
 // order of operations here is the order there.
 
 namespace {
@@ -35,6 +37,9 @@ struct Scalar {
         *w = uint16_t((bits(x) + 0x8000u) >> 16);
         *r = int16_t(uint16_t(bits(x)));
     }
+    static void store_past(float* p, F x) { store(p, x); }
+    static void split_past(F x, uint16_t* w, int16_t* r) { split(x, w, r); }
+    static void fence() {}
     static F mul(F a, F b) { return a * b; }
     static F add(F a, F b) { return a + b; }
     static F sub(F a, F b) { return a - b; }
@@ -72,8 +77,9 @@ struct Gradient<V, SF_GRAD_NONE> {
 };
 
 // Elements [i, numel) in steps of V::width; returns where it stopped.
-template <class V, int32_t kind>
-int64_t adamw_from(int64_t i, const sf_scalars& s, const sf_state& state, const void* grad, int64_t numel) {
+template <class V, int32_t kind, bool past_caches>
+int64_t adamw_from(int64_t i, const sf_scalars& s, const sf_state& state, const sf_state& to, const void* grad,
+                   int64_t numel) {
     using F = typename V::F;
     const F scale = V::set(s.grad_scale), beta1 = V::set(s.beta1), one_minus_beta1 = V::set(s.one_minus_beta1),
             beta2 = V::set(s.beta2), one_minus_beta2 = V::set(s.one_minus_beta2), sqrt_bias2 = V::set(s.sqrt_bias2),
@@ -88,25 +94,43 @@ int64_t adamw_from(int64_t i, const sf_scalars& s, const sf_state& state, const 
         const F denom = V::add(V::div(V::sqrt(v), sqrt_bias2), eps);
         p = V::flush(V::mul(p, decay));
         p = V::flush(V::sub(p, V::flush(V::mul(V::flush(V::div(m, denom)), step_size))));
-        V::store(state.exp_avg + i, V::one_nan(m));
-        V::store(state.exp_avg_sq + i, V::one_nan(v));
-        V::split(V::one_nan(p), state.weight + i, state.residual + i);
+        if (past_caches) {
+            V::store_past(to.exp_avg + i, V::one_nan(m));
+            V::store_past(to.exp_avg_sq + i, V::one_nan(v));
+            V::split_past(V::one_nan(p), to.weight + i, to.residual + i);
+        } else {
+            V::store(to.exp_avg + i, V::one_nan(m));
+            V::store(to.exp_avg_sq + i, V::one_nan(v));
+            V::split(V::one_nan(p), to.weight + i, to.residual + i);
+        }
     }
     return i;
 }
 
+bool on_cache_lines(const sf_state& s) {
+    const auto at = uintptr_t(s.weight) | uintptr_t(s.residual) | uintptr_t(s.exp_avg) | uintptr_t(s.exp_avg_sq);
+    return at % 64 == 0;
+}
+
 template <class V, int32_t kind>
-void adamw_of(const sf_scalars& s, const sf_state& state, const void* grad, int64_t numel) {
-    const int64_t done = adamw_from<V, kind>(0, s, state, grad, numel);
-    adamw_from<Scalar, kind>(done, s, state, grad, numel);
+void adamw_of(const sf_scalars& s, const sf_state& from, const sf_state& to, const void* grad, int64_t numel) {
+    int64_t done = 0;
+    if (from.weight != to.weight && on_cache_lines(to)) {
+        done = adamw_from<V, kind, true>(0, s, from, to, grad, numel);
+        V::fence();
+    } else {
+        done = adamw_from<V, kind, false>(0, s, from, to, grad, numel);
+    }
+    adamw_from<Scalar, kind, false>(done, s, from, to, grad, numel);
 }
 
 template <class V>
-void adamw(const sf_scalars& s, const sf_state& state, int32_t grad_kind, const void* grad, int64_t numel) {
+void adamw(const sf_scalars& s, const sf_state& from, const sf_state& to, int32_t grad_kind, const void* grad,
+           int64_t numel) {
     switch (grad_kind) {
-        case SF_GRAD_BF16: return adamw_of<V, SF_GRAD_BF16>(s, state, grad, numel);
-        case SF_GRAD_FP32: return adamw_of<V, SF_GRAD_FP32>(s, state, grad, numel);
-        default: return adamw_of<V, SF_GRAD_NONE>(s, state, grad, numel);
+        case SF_GRAD_BF16: return adamw_of<V, SF_GRAD_BF16>(s, from, to, grad, numel);
+        case SF_GRAD_FP32: return adamw_of<V, SF_GRAD_FP32>(s, from, to, grad, numel);
+        default: return adamw_of<V, SF_GRAD_NONE>(s, from, to, grad, numel);
     }
 }
 

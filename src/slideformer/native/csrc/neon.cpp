@@ -23,6 +23,9 @@ struct Neon {
         vst1_u16(w, vshrn_n_u32(vaddq_u32(bits, vdupq_n_u32(0x8000)), 16));
         vst1_s16(r, vreinterpret_s16_u16(vmovn_u32(bits)));
     }
+    static void store_past(float* p, F x) { store(p, x); }
+    static void split_past(F x, uint16_t* w, int16_t* r) { split(x, w, r); }
+    static void fence() {}
     static F mul(F a, F b) { return vmulq_f32(a, b); }
     static F add(F a, F b) { return vaddq_f32(a, b); }
     static F sub(F a, F b) { return vsubq_f32(a, b); }

@@ -38,17 +38,18 @@ SF_API sf_pool* sf_pool_create(int32_t threads, const char* isa);
 // Waits for running calls and joins the threads. No call may start once this has.
 SF_API void sf_pool_destroy(sf_pool* pool);
 
-// One AdamW step in place: `numel` elements; grad_kind says what `grad` points to.
-SF_API void sf_adamw(sf_pool* pool, const sf_scalars* scalars, const sf_state* state, int32_t grad_kind,
-                     const void* grad, int64_t numel);
+// One AdamW step over `numel` elements; grad_kind says what `grad` points to. The new state goes to `out`, or takes the
+// old one's place if that is null; the two must be the same arrays or not overlap.
+SF_API void sf_adamw(sf_pool* pool, const sf_scalars* scalars, const sf_state* state, const sf_state* out,
+                     int32_t grad_kind, const void* grad, int64_t numel);
 
 // The same for the rows `rows[0..num]` of [num_rows, width] arrays; row rows[i] takes row grad_rows[i] of the
 // [num_grad_rows, width] gradient (row i if grad_rows is null), or a gradient of zero where that is negative.
 // Returns -1, or the first i whose row is out of range or occurs twice, or whose gradient row is out of range;
 // then nothing was changed.
-SF_API int64_t sf_adamw_rows(sf_pool* pool, const sf_scalars* scalars, const sf_state* state, int32_t grad_kind,
-                             const void* grad, const int64_t* rows, const int64_t* grad_rows, int64_t num,
-                             int64_t num_rows, int64_t num_grad_rows, int64_t width);
+SF_API int64_t sf_adamw_rows(sf_pool* pool, const sf_scalars* scalars, const sf_state* state, const sf_state* out,
+                             int32_t grad_kind, const void* grad, const int64_t* rows, const int64_t* grad_rows,
+                             int64_t num, int64_t num_rows, int64_t num_grad_rows, int64_t width);
 
 // out[i] = src[rows[i]] for rows of row_nbytes bytes. Returns -1, or the first i out of range (nothing was written).
 SF_API int64_t sf_gather_rows(sf_pool* pool, const void* src, const int64_t* rows, void* out, int64_t num,
