@@ -139,7 +139,7 @@ class Sequential:
         sums[key] = sums[key] + grad if key in sums else grad.float()
 
     def _finish(self, sums, output_sum, rows, row_sum, loss, lr) -> tuple[float, float]:
-        layout, width = self.layout, self.decoder.hidden_size
+        layout = self.layout
         grads: list[torch.Tensor | None] = []
         squares = []
         norm = lambda t: torch.linalg.vector_norm(t, dtype=torch.float32)  # noqa: E731

@@ -19,6 +19,7 @@ from slideformer.device.cpu import CpuDevice, CpuLane
 from slideformer.engine import Engine, EngineOptions
 from slideformer.layout import Layout
 from slideformer.model.decoder import Decoder
+from slideformer.schedule import Plan
 
 ROWS, LENGTH = 2, 12
 LR = 1e-2
@@ -154,6 +155,13 @@ def engine_on(decoder: Decoder, options: EngineOptions, device: CpuDevice | None
         yield engine
 
 
+def use_plan(engine: Engine, plan: Plan) -> None:
+    """Put an unproven plan in the place of the one the engine has for as many micro-batches."""
+    key = (plan.trains, 1 + max(op.micro for op in plan.ops))
+    assert key in engine._plans
+    engine._plans[key] = plan
+
+
 def repeated(batch: Sequence[MicroBatch], steps: int = 6) -> list[Step]:
     """One batch again and again, the learning rate a little lower each time."""
     return [(batch, LR * (1 - 0.05 * i)) for i in range(steps)]
@@ -197,8 +205,10 @@ class HookedDevice(CpuDevice):
 
             def hooked() -> None:
                 self.before(number)
-                work()
-                self.after(number)
+                try:
+                    work()
+                finally:
+                    self.after(number)
 
             return queue(hooked, label)
 
