@@ -209,6 +209,21 @@ def test_two_micro_batches_through_a_ring_of_four_spill_each_input_once():
     assert max(moved.values()) <= 2, "out once and back once"
 
 
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_a_value_is_spilled_at_most_once_and_host_positions_are_as_few_as_live_at_once(case: Case):
+    spilled: dict[tuple[str | int, ...], int] = {}
+    last_use: dict[tuple[str | int, ...], int] = {}
+    for index, op in enumerate(case.plan.ops):
+        last_use |= {a.needs: index for a in op.accesses if a.needs}
+        if op.kind is OpKind.SPILL:
+            value = next(a.needs for a in op.accesses if a.needs)
+            assert value not in spilled
+            spilled[value] = index
+    most = max((sum(i <= j < last_use[v] for v, i in spilled.items()) for j in spilled.values()), default=0)
+    assert len({b for b in case.plan.buffers() if b.place is Place.SAVED}) == most
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2, 8])
 def test_a_pool_for_all_saved_inputs_and_gradients_leaves_nothing_to_spill(micro_batches: int):
     options = StepOptions(micro_batches=micro_batches, hidden_pool=7 * micro_batches, hidden_ring=2)
