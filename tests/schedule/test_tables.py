@@ -52,6 +52,11 @@ def test_the_timelines_in_the_documentation_are_those_of_real_plans(update: Upda
     assert f"```\n{timeline.text(width=96, run=2)}\n```" in DOCUMENT.read_text()
 
 
+def test_every_lane_and_place_is_in_the_documentation():
+    text = DOCUMENT.read_text()
+    assert [name for name in (*LaneName, *Place) if f"`{name}`" not in text] == []
+
+
 def test_two_blocks_in_one_slot_are_uploaded_once_more_on_the_way_down():
     plan = build_step(tiny_layout(2, tied=False, final=False, tile_numel=100), StepOptions(window=1, ring=2))
     assert program(plan) == lines(
