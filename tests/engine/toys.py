@@ -198,7 +198,7 @@ class HookedDevice(CpuDevice):
         queue = lane.run
 
         def run(work: Callable[[], None], label: str = ""):
-            if label == "settle":
+            if label == "idle":
                 return queue(work, label)
             number = next(self.numbers)
             self.on_queue(number)

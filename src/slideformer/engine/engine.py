@@ -90,7 +90,7 @@ class Engine:
         After a step that failed before it wrote anything: the weights of the step before. Raises RunFailed when it has
         left the state torn.
         """
-        self.executor.settle()
+        self.executor.wait_idle()
         if self.executor.torn():
             raise RunFailed(
                 "the last step failed after some weights were updated, so the state is torn and cannot be saved; "
@@ -164,7 +164,7 @@ class Engine:
             if not self.executor.interrupted and (failure is None or not failure.heard):
                 self.executor.synchronize()
         finally:
-            self.executor.settle()  # what has failed may still be at work in other lanes
+            self.executor.wait_idle()  # what has failed may still be at work in other lanes
             if self._own_kernels:
                 self.kernels.close()
 

@@ -136,13 +136,13 @@ class Executor:
         while self._in_flight:
             self._retire()
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Block until no lane works, whatever has failed. Raises nothing."""
-        for mark in [lane.run(_nothing, "settle") for lane in self._lanes.values() if not lane.closed]:
+        for mark in [lane.run(_nothing, "idle") for lane in self._lanes.values() if not lane.closed]:
             mark.wait_issued()
 
     def torn(self) -> bool:
-        """Some run has begun to write the state and will not finish. Of lanes that have settled."""
+        """Some run has begun to write the state and will not finish. Of lanes that are idle."""
         stopped = self.interrupted or self.device.failure is not None
         return stopped and any(run.writes_started and not _updated(plan, run) for plan, run in self._in_flight)
 
