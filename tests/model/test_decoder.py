@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, masking_utils
 
 from families import FAMILIES, PAD, random_model
 from model.test_against_hf import DTYPE, FAMILY, batch
 from model.unit_by_unit import flats_of, gather, run_units, run_whole
 from slideformer.layout import UnitKind
+from slideformer.model.build import choose_attention
 from slideformer.model.decoder import Decoder
+from slideformer.model.packing import packing_known
 from slideformer.model.projection import Projection
 
 
@@ -83,6 +86,9 @@ def test_soft_capped_attention_is_eager_and_everything_else_sdpa() -> None:
     chosen = {name: build(name).attn_implementation for name in FAMILIES}
     assert chosen == {name: "eager" if name == "gemma2" else "sdpa" for name in FAMILIES}
     assert build("llama", attn_implementation="eager").attn_implementation == "eager"
+    capped = FAMILIES["llama"](True)
+    capped.attn_logit_softcapping = 30.0  # a class that says it has sdpa, and would leave the cap out
+    assert choose_attention(capped) == "eager"
 
 
 def test_views_share_memory_with_a_flat_vector_that_may_be_longer() -> None:
@@ -149,6 +155,19 @@ def test_neither_glue_nor_blocks_wait_for_the_device(family: str, packed: bool) 
         for unit, view in zip(decoder.layout.blocks, views, strict=True):
             hidden = decoder.forward(unit, view, hidden, call)
     assert asked.found == []
+
+
+def test_what_is_known_of_packing_is_known_in_one_thread_only() -> None:
+    positions = torch.tensor([[0, 1, 0, 1]])
+    found = []
+    with packing_known(False):
+        assert masking_utils.find_packed_sequence_indices(positions) is None
+        thread = Thread(target=lambda: found.append(masking_utils.find_packed_sequence_indices(positions)))
+        thread.start()
+        thread.join()
+    with packing_known(True):
+        mine = masking_utils.find_packed_sequence_indices(positions)
+    assert found[0].tolist() == mine.tolist() == [[0, 0, 1, 1]]
 
 
 def test_masks_made_elsewhere_still_look_for_packed_samples() -> None:
@@ -236,7 +255,9 @@ def test_a_large_model_is_cut_without_allocating_it(size: str) -> None:
         num_attention_heads=heads,
         num_key_value_heads=8,
     )
+    random_state = torch.get_rng_state()
     decoder = Decoder(config, dtype=torch.bfloat16, tile_numel=1 << 24)
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert round(decoder.layout.numel / 1e9, 2) == {"8b": 8.03, "70b": 70.55}[size]
     assert all(p.is_meta for p in decoder._model.parameters())
     assert decoder.buffer_nbytes < 4096

@@ -39,7 +39,8 @@ def test_dropout_in_the_config_is_refused_unless_disabled() -> None:
 
 def test_dropout_that_only_a_module_knows_of_is_refused_unless_disabled() -> None:
     assert "odd trains with dropout (model.hidden_drop = 0.25)" in refusal(odd_config("dropout"))
-    Decoder(odd_config("dropout"), dtype=torch.float32, tile_numel=1000, disable_dropout=True)
+    decoder = Decoder(odd_config("dropout"), dtype=torch.float32, tile_numel=1000, disable_dropout=True)
+    assert decoder._model.model.hidden_drop.p == 0.0
 
 
 def test_mixtures_of_experts_and_router_losses_are_refused() -> None:

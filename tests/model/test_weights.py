@@ -134,6 +134,34 @@ def test_a_second_save_leaves_only_current_files_and_files_of_others(tmp_path: P
     assert_equal(Flats(decoder).load(tmp_path).named(), flats.named())
 
 
+def test_an_old_index_cannot_make_a_save_remove_a_path_elsewhere(tmp_path: Path) -> None:
+    decoder = decoder_for("llama", tied=True)
+    flats = Flats(decoder)
+    for values in flats.values:
+        values.zero_()
+    target = tmp_path / "model"
+    target.mkdir()
+    names = ["../mine.safetensors", "notes.txt", "model-00001-of-00002.safetensors"]
+    for name in names:
+        (target / name).write_text("x")
+    (target / weights.INDEX).write_text(json.dumps({"weight_map": {str(i): n for i, n in enumerate(names)}}))
+    save_model(target, decoder, flats.read, dtype=torch.float32)
+    assert [(target / name).exists() for name in names] == [True, True, False]
+
+
+def test_a_config_that_names_code_is_saved_without_it(tmp_path: Path) -> None:
+    config = FAMILIES["phi3"](True)
+    config.auto_map = {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    decoder = Decoder(config, dtype=torch.float32, tile_numel=TILE)
+    flats = Flats(decoder)
+    for values in flats.values:
+        values.zero_()
+    save_model(tmp_path, decoder, flats.read, dtype=torch.bfloat16)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert "auto_map" not in saved and saved["architectures"] == ["Phi3ForCausalLM"] and saved["dtype"] == "bfloat16"
+    assert decoder.config.auto_map and config.auto_map
+
+
 def test_a_save_that_fails_leaves_the_earlier_one_as_it_was(tmp_path: Path) -> None:
     decoder = decoder_for("llama", tied=True)
     flats = Flats(decoder)

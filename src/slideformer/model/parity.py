@@ -45,10 +45,9 @@ def check_parity(
     Raises ModelRefused if they differ beyond rounding, or the copy cannot be built or run.
     """
     refuse_config(copy.deepcopy(config), disable_dropout=disable_dropout)
-    options = {"attn_implementation": attn_implementation, "disable_dropout": disable_dropout}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model, decoder = _build_small(config, options)
+        model, decoder = _build_small(config, attn_implementation, disable_dropout)
         tolerance = _tolerance(decoder)
         try:
             found = [_compare(model, decoder, padded=padded) for padded in (False, True)]
@@ -114,12 +113,19 @@ def _divide_heads(config: PretrainedConfig) -> None:
         config.num_key_value_heads = groups // factor
 
 
-def _build_small(config: PretrainedConfig, options: dict[str, object]) -> tuple[PreTrainedModel, Decoder]:
+def _build_small(
+    config: PretrainedConfig, attn_implementation: str, disable_dropout: bool
+) -> tuple[PreTrainedModel, Decoder]:
     error: Exception | None = None
     for shrink in (True, False):
         try:
-            small = small_copy(config, shrink=shrink)
-            decoder = Decoder(small, dtype=torch.float32, tile_numel=1 << 20, **options)
+            decoder = Decoder(
+                small_copy(config, shrink=shrink),
+                dtype=torch.float32,
+                tile_numel=1 << 20,
+                attn_implementation=attn_implementation,
+                disable_dropout=disable_dropout,
+            )
             model = AutoModelForCausalLM.from_config(
                 decoder.module_config, dtype=torch.float32, attn_implementation=decoder.attn_implementation
             )
@@ -136,11 +142,8 @@ def _build_small(config: PretrainedConfig, options: dict[str, object]) -> tuple[
     with torch.no_grad():
         for param in model.parameters():
             # Scores, norms and biases far from trivial, so that a wrong mask, rotation or scale is seen.
-            param.copy_(
-                torch.randn_like(param) / sqrt(min(param.shape))
-                if param.ndim > 1
-                else param + 0.1 * torch.randn_like(param)
-            )
+            noise = torch.randn_like(param)
+            param.copy_(noise / sqrt(min(param.shape)) if param.ndim > 1 else param + 0.1 * noise)
     return model.eval(), decoder
 
 

@@ -85,11 +85,12 @@ def load(
     if tied_copy is not None:
         _compare(*tied_copy, numel)
     buffer = torch.empty(numel * max(_FLOATS[e.dtype].itemsize for e, _, _ in matched), dtype=torch.uint8)
+    converted = torch.empty(numel, dtype=dtype)
     for entry, unit, offset in matched:
         start = 0
         for piece in _pieces(entry, numel, buffer):
-            values = piece.to(dtype)
-            if not values.isfinite().all():
+            values = converted[: len(piece)].copy_(piece)
+            if not all(end.isfinite() for end in values.aminmax()):  # one pass, no mask; NaN is both min and max
                 raise BadInput(
                     f"{entry.file}: {entry.name} holds values that are not finite in {_name(dtype)}; weights must be "
                     "finite numbers: use another checkpoint."
