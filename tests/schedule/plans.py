@@ -86,6 +86,9 @@ def cases(draw: st.DrawFn, *, max_blocks: int = 5, training: bool | None = None)
         tile_numel=draw(st.sampled_from([1, 4, 6, 15, 100])),
         frozen=draw(st.one_of(st.just(frozenset()), st.frozensets(st.sampled_from(names)))),
     )
+    update = draw(st.sampled_from(list(Update)))
+    units = range(len(layout.units))
+    ahead = draw(st.sets(st.sampled_from(units))) if update is Update.DEFERRED else set()
     options = StepOptions(
         window=draw(st.integers(1, 4)),
         grad_slots=draw(st.integers(1, 3)),
@@ -93,8 +96,9 @@ def cases(draw: st.DrawFn, *, max_blocks: int = 5, training: bool | None = None)
         micro_batches=draw(st.integers(1, 4)),
         hidden_pool=draw(st.sampled_from([0, 1, 2, 3, 5, 8, 40])),
         hidden_ring=draw(st.integers(2, 6)),
-        update=draw(st.sampled_from(list(Update))),
+        update=update,
         fp32_compute=draw(st.booleans()),
+        ahead=tuple(sorted(ahead)),
     )
     trains = draw(st.booleans()) if training is None else training
     trains = trains and layout.train_numel > 0
@@ -109,7 +113,11 @@ def examples() -> dict[str, Case]:
     eager, deferred = StepOptions(ring=2), StepOptions(update=Update.DEFERRED)
     spilling = StepOptions(window=1, grad_slots=1, ring=1, micro_batches=2, hidden_ring=2)
     spilling32 = replace(spilling, fp32_compute=True, update=Update.DEFERRED, hidden_pool=1)
+    ahead = StepOptions(update=Update.DEFERRED, ahead=(0, 2, 3))
+    ahead_untied = replace(spilling32, ahead=(0, 2, 4))
     return {
+        "tied ahead": Case(tied, ahead, build_step(tied, ahead)),
+        "untied ahead spilling fp32": Case(untied, ahead_untied, build_step(untied, ahead_untied)),
         "tied eager": Case(tied, eager, build_step(tied, eager)),
         "tied deferred": Case(tied, deferred, build_step(tied, deferred)),
         "untied eager spilling": Case(untied, spilling, build_step(untied, spilling)),

@@ -29,7 +29,7 @@ from slideformer.schedule import (
     simulate,
 )
 
-UPDATES = (OpKind.UPDATE, OpKind.UPDATE_REST, OpKind.UPDATE_ROWS)
+UPDATES = (OpKind.UPDATE, OpKind.UPDATE_REST, OpKind.UPDATE_ROWS, OpKind.SETTLE, OpKind.SETTLE_ROWS)
 
 
 def uploads(plan: Plan, layout: Layout) -> Counter[tuple[int, int]]:
@@ -109,10 +109,12 @@ def test_gradient_slots_and_ring_are_used_in_turn(frozen: frozenset[str]):
 def test_every_trained_tile_is_updated_exactly_once_and_no_frozen_one(case: Case):
     if not case.plan.trains:
         return
-    updates = Counter((op.unit, op.tile) for op in case.plan.ops if op.kind in (OpKind.UPDATE, OpKind.UPDATE_REST))
+    updates = Counter(
+        (op.unit, op.tile) for op in case.plan.ops if op.kind in UPDATES and op.kind is not OpKind.UPDATE_ROWS
+    )
     units = range(len(case.layout.units))
     assert updates == Counter((u, t.index) for u in units for t in case.layout.tiles(u, trained=True))
-    rows = [op.tile for op in case.plan.ops if op.kind is OpKind.UPDATE_ROWS]
+    rows = [op.tile for op in case.plan.ops if op.kind in (OpKind.UPDATE_ROWS, OpKind.SETTLE_ROWS)]
     assert rows == [t.index for t in case.layout.tiles(0, trained=True)]
     moved = {op.unit for op in case.plan.ops if op.lane is LaneName.DOWNLOAD and op.unit >= 0}
     assert moved == {u for u in units if case.layout.units[u].train_numel}

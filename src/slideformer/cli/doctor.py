@@ -28,9 +28,10 @@ def doctor(device: DeviceName = "auto", as_json: Json = False, debug: Debug = Fa
 def _examine(name: str) -> Iterator[tuple[str, object]]:
     """Facts by name, in the order of the report. Rates are per second."""
     from slideformer.device import open_device
+    from slideformer.engine.rates import update_rate
     from slideformer.memory import host_limit
     from slideformer.native import TorchKernels, load
-    from slideformer.train.measure import link_speed, page_lock_rate, update_rate
+    from slideformer.train.measure import link_speed, page_lock_rate
     from slideformer.train.record import versions
 
     yield "versions", dict(versions())

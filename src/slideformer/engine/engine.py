@@ -15,6 +15,7 @@ import torch
 from slideformer.data.batches import MicroBatch
 from slideformer.device import Device
 from slideformer.engine.actions import DeviceActions
+from slideformer.engine.ahead import auto_ahead
 from slideformer.engine.executor import Executor
 from slideformer.engine.feed import Feed, build_feed
 from slideformer.engine.fit import plans_of, require_fit
@@ -23,7 +24,7 @@ from slideformer.engine.options import EngineOptions
 from slideformer.engine.run import Run, StepResult
 from slideformer.errors import BadInput, RunFailed
 from slideformer.layout import UnitKind
-from slideformer.memory import State, allocate
+from slideformer.memory import Budget, State, allocate
 from slideformer.model.decoder import Decoder
 from slideformer.native import HostKernels, available_cpus, load
 from slideformer.schedule import Plan, build_evaluation, build_step, prove
@@ -44,19 +45,27 @@ class Engine:
         """
         self.decoder, self.device, self.options = decoder, device, options
         self.layout = decoder.layout
-        self.step_options = options.step_options(self.layout, decoder.dtype)
         self._shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
-        self.budget = require_fit(
-            self.layout, options, hidden_size=decoder.hidden_size, dtype=decoder.dtype, device_kind=device.kind
-        )
-        self._plans: dict[tuple[bool, int], Plan] = {}
-        self.plan = self._plan(trains=True, micro_batches=options.micro_batches)
         self._num_positions = _num_positions(decoder)
         self._closed = False
+        self.budget = self._require_fit()
         self._own_kernels = kernels is None
         self.kernels = kernels or load(options.cpu_threads or _update_threads(device))
         try:
-            self.state = State(self.layout, device, self.kernels, keep_residual=decoder.dtype is torch.float32)
+            if options.ahead == "auto":
+                ahead = auto_ahead(self.layout, options, self.budget, device, self.kernels)
+                self.options = options = replace(options, ahead=ahead)
+                self.budget = self._require_fit()
+            self.step_options = options.step_options(self.layout, decoder.dtype)
+            self._plans: dict[tuple[bool, int], Plan] = {}
+            self.plan = self._plan(trains=True, micro_batches=options.micro_batches)
+            self.state = State(
+                self.layout,
+                device,
+                self.kernels,
+                keep_residual=decoder.dtype is torch.float32,
+                ahead=self.step_options.ahead,
+            )
             plans = plans_of(self.layout, options, decoder.dtype)
             buffers = allocate(plans, self.layout, self._shape, self.state, device)
         except BaseException:
@@ -66,6 +75,16 @@ class Engine:
         self._host = HostActions(self.layout, options, self.kernels)
         actions = {**DeviceActions(decoder, self.kernels).table(), **self._host.table()}
         self.executor = Executor(device, buffers, actions)
+
+    def _require_fit(self) -> Budget:
+        decoder = self.decoder
+        return require_fit(
+            self.layout,
+            self.options,
+            hidden_size=decoder.hidden_size,
+            dtype=decoder.dtype,
+            device_kind=self.device.kind,
+        )
 
     def _plan(self, *, trains: bool, micro_batches: int) -> Plan:
         """Plans are proven when they are built. The last step of an epoch may have fewer micro-batches."""
@@ -144,7 +163,7 @@ class Engine:
     def num_updates(self) -> int:
         """Steps applied so far, skipped ones not counted. Waits for steps under way."""
         self.executor.synchronize()
-        return self._host.num_updates
+        return self._host.updates.num_updates
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated per tier: device buffers, state and page-locked buffers on the host. Terms: `budget`."""

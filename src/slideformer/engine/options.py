@@ -22,7 +22,9 @@ class EngineOptions:
     off; anything else needs the deferred update. on_nonfinite "skip" leaves the state as it was and goes on, and needs
     the deferred update too. cpu_threads: of the update; None is every CPU but one on CUDA, every CPU otherwise.
     max_gpu_memory, max_host_memory: bytes that the engine may allocate there; None is what the machine has.
-    ignore_memory_limits: warn and go on where a limit will be exceeded.
+    ignore_memory_limits: warn and go on where a limit will be exceeded. ahead: units (indices into the layout) that the
+    deferred update writes ahead of the verdict, into a second copy of their state; "auto": on CUDA those that would
+    hold up the next forward, as far as host memory is spare.
     """
 
     micro_batch_size: int = 1
@@ -44,6 +46,7 @@ class EngineOptions:
     max_gpu_memory: int | None = None
     max_host_memory: int | None = None
     ignore_memory_limits: bool = False
+    ahead: tuple[int, ...] | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "max_length", "micro_batches", "window", "grad_slots", "ring"):
@@ -86,4 +89,5 @@ class EngineOptions:
             hidden_ring=self.hidden_ring,
             update=Update(self.update),
             fp32_compute=dtype is torch.float32,
+            ahead=() if self.ahead == "auto" or self.update == "eager" else self.ahead,
         )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from slideformer.memory import Cell, Moments
+from slideformer.memory import Cell, Moments, Twin
 from slideformer.schedule import Buffer, Op
 
-Held = torch.Tensor | Moments | Cell
+Held = torch.Tensor | Moments | Twin | Cell
 
 
 class Reach:
@@ -25,8 +25,10 @@ class Reach:
         return role in self._held
 
     def __getitem__(self, role: str) -> torch.Tensor:
-        """The tensor of a role that the op declares once."""
+        """The tensor of a role that the op declares once; of state that has two copies, the current one's."""
         (held,) = self._held[role]
+        if isinstance(held, Twin):
+            held = getattr(held.current, role)
         assert isinstance(held, torch.Tensor)
         return held
 
@@ -34,8 +36,17 @@ class Reach:
         """The tensors of a role that the op may declare several times, in its order."""
         return [held for held in self._held[role] if isinstance(held, torch.Tensor)]
 
-    def moments(self) -> list[Moments]:
-        return [held for held in self._held["moments"] if isinstance(held, Moments)]
+    def moments(self) -> Moments:
+        (held,) = self._held["moments"]
+        if isinstance(held, Twin):
+            return Moments(held.current.exp_avg, held.current.exp_avg_sq)
+        assert isinstance(held, Moments)
+        return held
+
+    def twin(self, role: str) -> Twin:
+        (held,) = self._held[role]
+        assert isinstance(held, Twin)
+        return held
 
     def cell(self, role: str) -> Cell:
         (held,) = self._held[role]

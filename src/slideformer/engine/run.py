@@ -37,6 +37,8 @@ class Run:
     grad_norm: float = 0.0
     nonfinite: bool = False
     writes_started: bool = False
+    squares: float = 0.0  # of the norms of units updated ahead, as far as they are known
+    ahead: set[tuple[int, int]] = field(default_factory=set)  # (unit, tile) whose spare copy holds the new state
     marks: list[Mark] = field(default_factory=list)
 
 

@@ -4,7 +4,7 @@ from slideformer.memory.budget import Budget, Limit, budget, size
 from slideformer.memory.buffers import BatchShape, Cell, Need, Tier, allocate, needs
 from slideformer.memory.host import Arena
 from slideformer.memory.machine import host_limit, resident_nbytes
-from slideformer.memory.state import Moments, State
+from slideformer.memory.state import Moments, State, Twin
 
 __all__ = [
     "Arena",
@@ -16,6 +16,7 @@ __all__ = [
     "Need",
     "State",
     "Tier",
+    "Twin",
     "allocate",
     "budget",
     "host_limit",

@@ -110,9 +110,11 @@ def budget(plans: Iterable[Plan], layout: Layout, shape: BatchShape) -> Budget:
     plans: every plan that will run (training and evaluation, with the most and the fewest micro-batches).
     """
     device: dict[str, int] = {}
-    host: dict[str, int] = dict(state_nbytes(layout, keep_residual=_keeps_residual(shape)))
+    found = needs(plans, layout, shape)
+    ahead = sorted({b.index[0] for b in found if b.place is Place.SPARE})
+    host: dict[str, int] = dict(state_nbytes(layout, keep_residual=_keeps_residual(shape), ahead=ahead))
     state = frozenset(host)
-    for buffer, need in needs(plans, layout, shape).items():
+    for buffer, need in found.items():
         if need.tier in (Tier.DEVICE, Tier.LOCKED):
             terms, nbytes = (
                 (device, need.numel * need.dtype.itemsize) if need.tier is Tier.DEVICE else (host, need.nbytes)

@@ -14,7 +14,7 @@ import torch
 from slideformer.device import Device
 from slideformer.layout import Layout, UnitKind
 from slideformer.memory.host import Arena, aligned
-from slideformer.memory.state import Moments, State
+from slideformer.memory.state import Moments, State, Twin
 from slideformer.schedule import Buffer, Place, Plan
 
 
@@ -83,7 +83,7 @@ def _need(buffer: Buffer, layout: Layout, shape: BatchShape) -> Need:
     rows_numel = num_rows(layout, shape) * units[0].row_numel
     unit = index[0] if index else 0
     match place:
-        case Place.WEIGHT | Place.RESIDUAL | Place.MOMENTS:
+        case Place.WEIGHT | Place.RESIDUAL | Place.MOMENTS | Place.SPARE:
             return Need(Tier.STATE)
         case Place.CALL | Place.VERDICT:
             return Need(Tier.CELL)
@@ -130,12 +130,12 @@ def num_norms(layout: Layout, unit: int) -> int:
 
 def allocate(
     plans: Iterable[Plan], layout: Layout, shape: BatchShape, state: State, device: Device
-) -> dict[Buffer, torch.Tensor | Moments | Cell]:
+) -> dict[Buffer, torch.Tensor | Moments | Twin | Cell]:
     """Every buffer of these plans. Raises DoesNotFit naming the tier when there is no room."""
     found = needs(plans, layout, shape)
     locked = [(n.numel, n.dtype) for n in found.values() if n.tier is Tier.LOCKED]
     arena = Arena.of(locked, "gradient, saved-input and row buffers")
-    buffers: dict[Buffer, torch.Tensor | Moments | Cell] = {}
+    buffers: dict[Buffer, torch.Tensor | Moments | Twin | Cell] = {}
     for buffer, need in found.items():
         match need.tier:
             case Tier.STATE:
@@ -151,8 +151,10 @@ def allocate(
     return buffers
 
 
-def _state_tile(buffer: Buffer, layout: Layout, state: State) -> torch.Tensor | Moments:
+def _state_tile(buffer: Buffer, layout: Layout, state: State) -> torch.Tensor | Moments | Twin:
     unit, index = buffer.index
+    if (unit, index) in state.twins:
+        return state.twins[unit, index]
     tile = layout.tiles(unit)[index]
     if buffer.place is Place.MOMENTS:
         return Moments(*(m[tile.start : tile.stop] for m in state.moments[unit]))

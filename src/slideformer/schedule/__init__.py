@@ -1,5 +1,6 @@
 """What one step does, in which order, and the proof that it may run concurrently. Pure: integers and strings only."""
 
+from slideformer.schedule.ahead import choose_ahead
 from slideformer.schedule.check import PlanError, prove
 from slideformer.schedule.ops import Access, Buffer, LaneName, Op, OpKind, Place, Plan, Wait
 from slideformer.schedule.options import StepOptions, Update
@@ -21,6 +22,7 @@ __all__ = [
     "Update",
     "Wait",
     "build_evaluation",
+    "choose_ahead",
     "build_step",
     "prove",
     "simulate",

@@ -163,6 +163,20 @@ class Effects:
             case OpKind.UPDATE_REST:
                 yield Effect("verdict", Place.VERDICT, ("verdict",), None)
                 yield from _state(0, tile, 0, "rest")
+            case OpKind.UPDATE_AHEAD | OpKind.REST_AHEAD:
+                yield from _reads(unit, tile)
+                yield Effect("spare", Place.SPARE, None, ("spare", unit, tile))
+                if unit or self.layout.tied:
+                    yield Effect("grad", Place.GRAD_HOST, ("landed", unit, tile), None)
+                    yield Effect("norms", Place.NORM_HOST, ("norm", unit, 0), None)
+            case OpKind.SETTLE | OpKind.SETTLE_ROWS:
+                yield Effect("verdict", Place.VERDICT, ("verdict",), None)
+                yield from _state(unit, tile, 0, 1)
+                yield Effect("spare", Place.SPARE, ("spare", unit, tile), ("spent", unit, tile))
+                if unit or self.layout.tied:
+                    yield Effect("grad", Place.GRAD_HOST, ("landed", unit, tile), None)
+                if op.kind is OpKind.SETTLE_ROWS:
+                    yield Effect("row_grad", Place.ROW_GRAD_HOST, ("row_grad",), None)
             case OpKind.UPDATE_ROWS:
                 yield Effect("grad", Place.ROW_GRAD_HOST, ("row_grad",), None)
                 yield from self._permits(0, 1)
@@ -223,6 +237,11 @@ def _sum(total: Place, grad: Place, full: Content, done: Content) -> Iterator[Ef
     else:
         yield Effect("sum", total, full, None)
         yield Effect("grad", grad, None, done)
+
+
+def _reads(unit: int, tile: int) -> Iterator[Effect]:
+    for place in STATE:
+        yield Effect(str(place), place, (str(place), unit, tile, 0), None)
 
 
 def _state(unit: int, tile: int, needs: int | str, leaves: int | str) -> Iterator[Effect]:

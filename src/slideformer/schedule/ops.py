@@ -54,6 +54,10 @@ class OpKind(StrEnum):
     UPDATE = "update"
     UPDATE_REST = "update_rest"  # rows of one tile of the table that the batch did not touch
     UPDATE_ROWS = "update_rows"  # the touched rows
+    UPDATE_AHEAD = "update_ahead"  # deferred: as if nothing were clipped, into the spare copy of the tile's state
+    REST_AHEAD = "rest_ahead"  # the same for the untouched rows of a tile of the table
+    SETTLE = "settle"  # the spare copy becomes the state, or the update is done again with the right factor
+    SETTLE_ROWS = "settle_rows"  # the same for a tile of the table, touched rows included
 
 
 class Place(StrEnum):
@@ -64,6 +68,7 @@ class Place(StrEnum):
     RESIDUAL = "residual"
     MOMENTS = "moments"
     # host, other
+    SPARE = "spare"  # (unit, tile): a second copy of all of a tile's state
     ROWS_HOST = "rows_host"
     RING = "ring"  # (position): gradient tiles on their way to an eager update
     GRAD_HOST = "grad_host"  # (unit, tile): gradients in waiting, deferred

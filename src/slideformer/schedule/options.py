@@ -18,6 +18,7 @@ class StepOptions:
     window: slots for block weights. grad_slots: gradient buffers for blocks. ring: tiles in the gradient ring (eager).
     hidden_pool: device positions for saved inputs and hidden gradients that stay. hidden_ring: positions through
     which the others pass. fp32_compute: both planes are uploaded, and sums over micro-batches need no buffer.
+    ahead: units that a deferred program updates before the norm is known, into a second copy of their state.
     """
 
     window: int = 2
@@ -28,6 +29,7 @@ class StepOptions:
     hidden_ring: int = 4
     update: Update = Update.EAGER
     fp32_compute: bool = False
+    ahead: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("window", "grad_slots", "ring", "micro_batches"):
@@ -35,4 +37,6 @@ class StepOptions:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
         if self.hidden_pool < 0:
             raise ValueError(f"hidden_pool is {self.hidden_pool}, must be at least 0")
+        if self.ahead and Update(self.update) is Update.EAGER:
+            raise ValueError("an eager program updates every unit as it lands; only a deferred one updates ahead")
         object.__setattr__(self, "update", Update(self.update))  # a plain "deferred" would compare equal, and not be it

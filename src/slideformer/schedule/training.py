@@ -31,6 +31,7 @@ class _TrainingProgram(Program):
         units = layout.units
         self.trained = [u.train_numel > 0 for u in units]
         self.deferred = options.update is Update.DEFERRED
+        self.ahead = frozenset(u for u in options.ahead if self.trained[u])
         num_blocks = len(self.blocks)
         self.embeds = self.trained[self.table] or (self.glue is not None and self.trained[self.glue])
         lowest = min((b for b in range(num_blocks) if self.trained[self.blocks[b]]), default=num_blocks)
@@ -129,7 +130,8 @@ class _TrainingProgram(Program):
         self.report_loss()
         if not self.deferred:
             self.guard()
-        if self.trained[self.table] and not self.layout.tied and not self.deferred:
+        early = not self.deferred or self.table in self.ahead
+        if self.trained[self.table] and not self.layout.tied and early:
             self.vocabulary_tiles += [(self.table, t.index) for t in self.layout.tiles(self.table, trained=True)]
         if self.trained[self.output]:
             self.reduce_output()
@@ -183,7 +185,9 @@ class _TrainingProgram(Program):
         self.report(unit, 0)
         for tile in self.layout.tiles(unit, trained=True):
             landing = self.download(unit, tile.index)
-            if not self.deferred:
+            if unit in self.ahead:
+                self.update_ahead(unit, tile.index, landing)
+            elif not self.deferred:
                 self.update(unit, tile.index, landing)
 
     def report(self, unit: int, part: int) -> None:
@@ -246,9 +250,11 @@ class _TrainingProgram(Program):
         for _ in range(-(-len(self.vocabulary_tiles) // visits_left)):
             unit, tile = self.vocabulary_tiles.popleft()
             landing = self.download(unit, tile) if unit == self.output else None
-            if self.deferred:
+            if unit in self.ahead:
+                self.update_ahead(unit, tile, landing)
+            elif self.deferred:
                 continue
-            if unit == self.table:
+            elif unit == self.table:
                 self.update_rest(tile, landing)
             else:
                 assert landing is not None
@@ -306,6 +312,28 @@ class _TrainingProgram(Program):
         verdict = Access("verdict", Buffer(Place.VERDICT), None, ("verdict",))
         self.emit(OpKind.DECIDE, LaneName.UPDATE, loss, *self.host_norms(), verdict)
 
+    def update_ahead(self, unit: int, tile: int, landing: Buffer | None) -> None:
+        """The norms so far tell whether clipping is certain already; then there is nothing to hope for."""
+        accesses = list(self.state(unit, tile, 0))
+        if landing is not None:
+            norms = Access("norms", Buffer(Place.NORM_HOST, (unit, 0)), ("norm", unit, 0), None)
+            accesses += [Access("grad", landing, ("landed", unit, tile), None), norms]
+        accesses.append(Access("spare", Buffer(Place.SPARE, (unit, tile)), None, ("spare", unit, tile)))
+        kind = OpKind.REST_AHEAD if unit == self.table else OpKind.UPDATE_AHEAD
+        self.emit(kind, LaneName.UPDATE, *accesses, unit=unit, tile=tile)
+
+    def settle(self, unit: int, tile: int) -> None:
+        accesses = [self.verdict(), *self.state(unit, tile, 0, 1)]
+        accesses.append(
+            Access("spare", Buffer(Place.SPARE, (unit, tile)), ("spare", unit, tile), ("spent", unit, tile))
+        )
+        if unit != self.table or self.layout.tied:
+            accesses.append(Access("grad", Buffer(Place.GRAD_HOST, (unit, tile)), ("landed", unit, tile), None))
+        if unit == self.table:
+            accesses.append(Access("row_grad", Buffer(Place.ROW_GRAD_HOST), ("row_grad",), None))
+        kind = OpKind.SETTLE_ROWS if unit == self.table else OpKind.SETTLE
+        self.emit(kind, LaneName.UPDATE, *accesses, unit=unit, tile=tile)
+
     def update_all(self) -> None:
         """In the order in which the next forward needs the units."""
         for unit in range(len(self.layout.units)):
@@ -313,7 +341,9 @@ class _TrainingProgram(Program):
                 continue
             for tile in self.layout.tiles(unit, trained=True):
                 landing = Buffer(Place.GRAD_HOST, (unit, tile.index))
-                if unit == self.table:
+                if unit in self.ahead:
+                    self.settle(unit, tile.index)
+                elif unit == self.table:
                     self.update_rest(tile.index, landing if self.layout.tied else None)
                     self.update_rows(tile.index)
                 else:

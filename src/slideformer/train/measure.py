@@ -1,4 +1,4 @@
-"""Measures what bounds a step on this machine: the optimizer's rate and the link to the device."""
+"""Measures the link between host and device."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from slideformer.device import Device
-from slideformer.native import HostKernels
-from slideformer.optim import Hyper
+from slideformer.engine.rates import TRIES
 
-UPDATE_NUMEL = 2**24  # 0.23 GB of state and gradient: beyond any cache, and done within a second on a laptop
 COPY_NBYTES = 2**28
 PAGE_LOCK_NBYTES = 2**30
-TRIES = 3  # the best counts: whatever else the machine does only ever makes it slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +22,6 @@ class Link:
     download: float
     both: float
     page_locked: bool
-
-
-def update_rate(kernels: HostKernels, numel: int = UPDATE_NUMEL) -> float:
-    """Parameters a second through the optimizer, with a bf16 gradient."""
-    weight, residual = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
-    kernels.split(torch.randn(numel), weight, residual)
-    grad = torch.randn(numel).bfloat16()
-    exp_avg, exp_avg_sq = torch.zeros(numel), torch.zeros(numel)
-    times = []
-    for step in range(1, TRIES + 1):
-        hyper = Hyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=step, grad_scale=1.0)
-        start = time.perf_counter()
-        kernels.update(weight, residual, grad, exp_avg, exp_avg_sq, hyper)
-        times.append(time.perf_counter() - start)
-    return numel / min(times)
 
 
 def link_speed(device: Device, nbytes: int = COPY_NBYTES) -> Link:

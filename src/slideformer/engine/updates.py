@@ -1,0 +1,196 @@
+"""The update lane's work on the state: tiles, rows of the table, in place or ahead of the verdict.
+
+Ahead: while backward still runs, new planes and moments are written to the tile's spare copy as if nothing were
+clipped. When the global norm is known and does not clip, the spare copy becomes the state; if it does, the update is
+done again from the old copy, in place, with the right factor. Either way the result is that of the update in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from slideformer.engine.options import EngineOptions
+from slideformer.engine.reach import Reach
+from slideformer.engine.run import NonFinite, Run, Verdict
+from slideformer.layout import Layout
+from slideformer.native import HostKernels, Planes
+from slideformer.optim import Hyper
+from slideformer.schedule import Op, OpKind
+
+
+class Updates:
+    """`num_updates` counts the steps that were applied (Adam's step); the update lane alone reads and writes it."""
+
+    def __init__(self, layout: Layout, options: EngineOptions, kernels: HostKernels) -> None:
+        self.layout, self.options, self.kernels = layout, options, kernels
+        self.num_updates = 0
+
+    def table(self) -> dict[OpKind, Callable[[Reach, Run, Op], None]]:
+        return {
+            OpKind.UPDATE: self.update,
+            OpKind.UPDATE_REST: self.update_rest,
+            OpKind.UPDATE_ROWS: self.update_rows,
+            OpKind.UPDATE_AHEAD: self.update_ahead,
+            OpKind.REST_AHEAD: self.rest_ahead,
+            OpKind.SETTLE: self.settle,
+            OpKind.SETTLE_ROWS: self.settle_rows,
+        }
+
+    def next_verdict(self, run: Run, *, grad_scale: float) -> Verdict:
+        """The numbers of the next update; it counts as applied when `num_updates` says so."""
+        o, step = self.options, self.num_updates + 1
+
+        def hyper(weight_decay: float) -> Hyper:
+            return Hyper(run.lr, o.beta1, o.beta2, o.eps, weight_decay, step, grad_scale)
+
+        return Verdict(True, hyper(o.weight_decay), hyper(0.0))
+
+    # in place
+
+    def update(self, reach: Reach, run: Run, op: Op) -> None:
+        verdict = self._permitted(reach, run)
+        if verdict is not None:
+            self._tile(op, _planes(reach), reach["grad"], verdict)
+
+    def update_rest(self, reach: Reach, run: Run, op: Op) -> None:
+        """Rows of one tile of the table that the batch did not touch. Untied, they have no gradient at all."""
+        verdict = self._permitted(reach, run)
+        if verdict is not None:
+            self._rest(op, run, _planes(reach), _optional(reach, "grad"), verdict)
+
+    def update_rows(self, reach: Reach, run: Run, op: Op) -> None:
+        """Rows of one tile of the table that the batch touched."""
+        verdict = self._permitted(reach, run)
+        if verdict is not None:
+            self._rows(op, run, _planes(reach), reach["grad"], verdict)
+
+    # ahead
+
+    def update_ahead(self, reach: Reach, run: Run, op: Op) -> None:
+        if self._hopeful(reach, run, op):
+            verdict = self.next_verdict(run, grad_scale=1.0)
+            self._tile(op, _planes(reach), reach["grad"], verdict, out=reach.twin("spare").other)
+            run.ahead.add((op.unit, op.tile))
+
+    def rest_ahead(self, reach: Reach, run: Run, op: Op) -> None:
+        if self._hopeful(reach, run, op):
+            verdict = self.next_verdict(run, grad_scale=1.0)
+            out = reach.twin("spare").other
+            self._rest(op, run, _planes(reach), _optional(reach, "grad"), verdict, out=out)
+            run.ahead.add((op.unit, op.tile))
+
+    def settle(self, reach: Reach, run: Run, op: Op) -> None:
+        verdict = self._permitted(reach, run)
+        if verdict is None:
+            return
+        if self._holds(run, op, verdict):
+            reach.twin("spare").swap()
+        else:
+            self._tile(op, _planes(reach), reach["grad"], verdict)
+
+    def settle_rows(self, reach: Reach, run: Run, op: Op) -> None:
+        verdict = self._permitted(reach, run)
+        if verdict is None:
+            return
+        twin, rows = reach.twin("spare"), reach["row_grad"]
+        if self._holds(run, op, verdict):
+            self._rows(op, run, _planes(reach), rows, verdict, out=twin.other)
+            twin.swap()
+        else:
+            self._rest(op, run, _planes(reach), _optional(reach, "grad"), verdict)
+            self._rows(op, run, _planes(reach), rows, verdict)
+
+    def _hopeful(self, reach: Reach, run: Run, op: Op) -> bool:
+        """Whether the step may still end unclipped: the sum of squares only grows."""
+        if "norms" in reach and op.tile == 0:
+            run.squares += sum(n * n for n in reach["norms"].tolist())
+        limit = self.options.max_grad_norm
+        return math.isfinite(run.squares) and (limit <= 0 or math.sqrt(run.squares) <= limit)
+
+    def _holds(self, run: Run, op: Op, verdict: Verdict) -> bool:
+        """What was done ahead is what the verdict asks for."""
+        return verdict.decay.grad_scale == 1.0 and (op.unit, op.tile) in run.ahead
+
+    # pieces
+
+    def _permitted(self, reach: Reach, run: Run) -> Verdict | None:
+        """The verdict, if there is something to do. Eager: this unit's own norms are looked at first."""
+        verdict = reach.cell("verdict").value
+        assert isinstance(verdict, Verdict)
+        if not verdict.apply:
+            return None
+        if "norms" in reach and not bool(torch.isfinite(reach["norms"]).all()):
+            raise NonFinite(
+                "a gradient is not finite, and an eager update cannot be taken back: what was already updated in this "
+                "step stays; use update: deferred to stop before any write"
+            )
+        run.writes_started = True
+        return verdict
+
+    def _tile(self, op: Op, planes: Planes, grad: torch.Tensor, verdict: Verdict, *, out: Planes | None = None) -> None:
+        unit = self.layout.units[op.unit]
+        tile = self.layout.tiles(op.unit, trained=True)[op.tile]
+        decaying = min(max(unit.decay_numel - tile.start, 0), tile.numel)
+        for hyper, part in ((verdict.decay, slice(0, decaying)), (verdict.plain, slice(decaying, tile.numel))):
+            if part.stop > part.start:
+                weight, residual, exp_avg, exp_avg_sq = (plane[part] for plane in planes)
+                to = None if out is None else Planes(*(plane[part] for plane in out))
+                self.kernels.update(weight, residual, grad[part], exp_avg, exp_avg_sq, hyper, out=to)
+
+    def _rest(
+        self,
+        op: Op,
+        run: Run,
+        planes: Planes,
+        grad: torch.Tensor | None,
+        verdict: Verdict,
+        *,
+        out: Planes | None = None,
+    ) -> None:
+        touched, _, _ = run.feed.rows_by_tile[op.tile]
+        rest = torch.ones(planes.weight.numel() // self._width(op), dtype=torch.bool)
+        rest[touched] = False
+        rows = rest.nonzero().squeeze(1)
+        if grad is not None:
+            grad = grad[: planes.weight.numel()].view(-1, self._width(op))
+        self._some_rows(op, planes, rows, grad, None if grad is None else rows, verdict, out)
+
+    def _rows(
+        self, op: Op, run: Run, planes: Planes, grad: torch.Tensor, verdict: Verdict, *, out: Planes | None = None
+    ) -> None:
+        rows, begin, end = run.feed.rows_by_tile[op.tile]
+        if end > begin:
+            width = self._width(op)
+            part = grad[begin * width : end * width].view(-1, width)
+            self._some_rows(op, planes, rows, part, None, verdict, out)
+
+    def _some_rows(
+        self,
+        op: Op,
+        planes: Planes,
+        rows: torch.Tensor,
+        grad: torch.Tensor | None,
+        grad_rows: torch.Tensor | None,
+        verdict: Verdict,
+        out: Planes | None,
+    ) -> None:
+        width = self._width(op)
+        hyper = verdict.decay if self.layout.units[op.unit].decay_numel else verdict.plain
+        matrices = (plane.view(-1, width) for plane in planes)
+        to = None if out is None else Planes(*(plane.view(-1, width) for plane in out))
+        self.kernels.update_rows(*matrices, rows, grad, grad_rows, hyper, out=to)
+
+    def _width(self, op: Op) -> int:
+        return self.layout.units[op.unit].row_numel
+
+
+def _planes(reach: Reach) -> Planes:
+    moments = reach.moments()
+    return Planes(reach["weight"], reach["residual"], moments.exp_avg, moments.exp_avg_sq)
+
+
+def _optional(reach: Reach, role: str) -> torch.Tensor | None:
+    return reach[role] if role in reach else None

@@ -1,0 +1,92 @@
+"""Updates ahead of the verdict, into a second copy of the state, change nothing whatever the norm turns out to be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.toys import (
+    engine_on,
+    repeated,
+    run_engine,
+    run_sequential,
+    state_hashes,
+    toy_batch,
+    toy_decoder,
+    toy_options,
+)
+from slideformer.device.cpu import CpuDevice
+from slideformer.engine.updates import Updates
+from slideformer.schedule import choose_ahead
+
+CLIP = 2.5
+"""Between the norms of the toys' steps: the first steps are clipped, later ones are not."""
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """What every settled tile did: whether the spare copy became the state."""
+    found: list[bool] = []
+    holds = Updates._holds
+    monkeypatch.setattr(Updates, "_holds", lambda *args: found.append(holds(*args)) or found[-1])
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("ahead", [(0,), (1, 2), (0, 1, 2, 3, 4, 5), (0, 2, 6)], ids=str)
+def test_clipped_and_unclipped_steps_equal_the_sequential_loop(tied, ahead, micro_batches, dtype, settled):
+    decoder = toy_decoder(tied=tied, dtype=dtype)
+    ahead = tuple(u for u in ahead if u < len(decoder.layout.units))
+    options = toy_options(micro_batches=micro_batches, max_grad_norm=CLIP, ahead=ahead)
+    steps = repeated(toy_batch(micro_batches))
+    expected = run_sequential(decoder, options, steps)
+    assert min(expected.norms) < CLIP < max(expected.norms)
+    with engine_on(decoder, options, CpuDevice(jitter_s=1e-3, poison=True)) as engine:
+        assert run_engine(engine, steps) == expected
+    assert True in settled and False in settled
+
+
+def test_a_frozen_end_of_a_unit_is_in_both_copies():
+    frozen = ("mlp",)
+    decoder = toy_decoder(frozen=frozen)
+    options = toy_options(max_grad_norm=CLIP, ahead=(0, 1, 2, 3))
+    steps = repeated(toy_batch())
+    expected = run_sequential(toy_decoder(frozen=frozen), options, steps)
+    with engine_on(decoder, options) as engine:
+        assert run_engine(engine, steps) == expected
+        for unit in range(len(decoder.layout.units)):
+            whole = engine.read(unit, 0, decoder.layout.units[unit].numel)
+            assert torch.isfinite(whole).all()
+
+
+def test_a_step_that_is_skipped_swaps_nothing(settled):
+    """A weight that is not a number for one step, then put back: all goes on as if that step had never been."""
+    decoder = toy_decoder()
+    options = toy_options(max_grad_norm=CLIP, ahead=(0, 1, 2, 3, 4), on_nonfinite="skip")
+    steps = repeated(toy_batch(), 4)
+    expected = run_sequential(decoder, options, steps)
+    final = len(decoder.layout.units) - 1
+    with engine_on(decoder, options) as engine:
+        first = run_engine(engine, steps[:2])
+        good = engine.read(final, 0, 1)
+        num_settled = len(settled)
+        engine.write(final, 0, torch.tensor([float("nan")]))
+        assert engine.step(steps[2][0], lr=1.0).nonfinite
+        engine.write(final, 0, good)
+        assert state_hashes(engine) == first.state
+        assert len(settled) == num_settled
+        for batch, lr in steps[2:]:
+            engine.step(batch, lr=lr).wait()
+        assert state_hashes(engine) == expected.state
+
+
+def test_the_first_units_are_chosen_and_no_more_than_there_is_room_for():
+    layout = toy_decoder().layout
+    assert choose_ahead(layout, update_per_forward=1e-6, room_numel=10**9) == ()
+    slow = choose_ahead(layout, update_per_forward=2.0, room_numel=10**9)
+    assert slow == tuple(range(len(slow))) and 1 < len(slow) < len(layout.units)
+    assert choose_ahead(layout, update_per_forward=1e6, room_numel=10**9) == tuple(range(len(layout.units)))
+    short = choose_ahead(layout, update_per_forward=1e6, room_numel=layout.units[0].numel + 1)
+    assert short == (0,)
