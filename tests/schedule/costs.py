@@ -50,16 +50,19 @@ def costs(layout: Layout, options: StepOptions, *, batch: float = 1.0) -> Callab
         OpKind.UPDATE: UPDATE_S,
         OpKind.UPDATE_REST: UPDATE_S,
         OpKind.UPDATE_ROWS: UPDATE_S,
+        OpKind.UPDATE_AHEAD: UPDATE_S,
+        OpKind.REST_AHEAD: UPDATE_S,
+        OpKind.SETTLE_ROWS: UPDATE_S,  # of the touched rows; where nothing is clipped the rest changes hands
     }
 
     def num_elements(op: Op) -> float:
         touched = num_rows / len(layout.tiles(op.unit))
         match op.kind:
-            case OpKind.GATHER | OpKind.UPDATE_ROWS:
+            case OpKind.GATHER | OpKind.UPDATE_ROWS | OpKind.SETTLE_ROWS:
                 return touched
             case OpKind.UPLOAD_ROWS | OpKind.DOWNLOAD_ROWS:
                 return num_rows
-            case OpKind.UPDATE_REST:
+            case OpKind.UPDATE_REST | OpKind.REST_AHEAD:
                 return layout.tiles(op.unit)[op.tile].numel - touched
         return layout.tiles(op.unit)[op.tile].numel
 

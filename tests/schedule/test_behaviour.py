@@ -184,6 +184,13 @@ def test_a_deferred_step_takes_backward_and_the_longer_of_update_and_forward(siz
     assert found <= 1.01 * (down + max(up, work_s(plan, seconds, LaneName.UPDATE)))
 
 
+@pytest.mark.parametrize("batch", [4.0, 1.0, 0.125])
+def test_a_deferred_step_with_enough_units_ahead_takes_no_longer_than_an_eager_one(batch: float):
+    eager, *_ = step_s(StepOptions(hidden_pool=NUM_BLOCKS + 1), batch=batch)
+    ahead = StepOptions(hidden_pool=NUM_BLOCKS + 1, update=Update.DEFERRED, ahead=tuple(range(20)))
+    assert step_s(ahead, batch=batch)[0] <= 1.005 * eager
+
+
 @pytest.mark.parametrize("update", list(Update))
 def test_a_small_batch_is_bound_by_the_updates_and_one_pass_of_uploads(update: Update):
     """No update can run between the last one of a step and the first gradient of the next: a forward, bound by the
