@@ -80,50 +80,55 @@ def build_feed(
     for i, micro in enumerate(batch):
         _check(i, micro, shape, layout.units[0].params[0].shape[0])
         _check_positions(i, micro, num_positions)
-    ids = torch.cat([m.input_ids.reshape(-1) for m in batch])
-    rows, remapped = torch.unique(ids, sorted=True, return_inverse=True)
-    parts: list[torch.Tensor] = []
-    used = 0
-
-    def put(tensor: torch.Tensor, *dims: int) -> Slice:
-        nonlocal used
-        parts.append(tensor.reshape(-1).to(torch.int64))
-        place = Slice(used, dims or (tensor.numel(),))
-        used += tensor.numel()
-        return place
-
-    feeds, at, num_targets = [], 0, 0
-    for micro in batch:
-        num_rows, length = micro.input_ids.shape
-        size = num_rows * length
-        shifted = torch.full((num_rows, length), IGNORE, dtype=torch.int64)
-        shifted[:, :-1] = micro.labels[:, 1:]
-        targets = (shifted.reshape(-1) != IGNORE).nonzero().squeeze(1)
-        mask, positions = micro.attention_mask, micro.position_ids
-        if mask is not None and _right_padded(mask):
-            mask = None  # no causal query sees what lies to its right
-        feeds.append(
-            MicroFeed(
-                ids=put(remapped[at : at + size], num_rows, length),
-                targets=put(targets),
-                labels=put(shifted.reshape(-1)[targets]),
-                attention_mask=None if mask is None else put(mask, num_rows, length),
-                position_ids=None if positions is None else put(positions, num_rows, length),
-            )
-        )
-        at += size
-        num_targets += targets.numel()
-    row_slice = put(rows)
+    rows, remapped = torch.unique(torch.cat([m.input_ids.reshape(-1) for m in batch]), return_inverse=True)
+    flat = _Flat()
+    feeds = tuple(
+        _lay_out(micro, ids, flat)
+        for micro, ids in zip(batch, remapped.split([m.input_ids.numel() for m in batch]), strict=True)
+    )
+    row_slice = flat.put(rows)
     padding = None if padding_idx is None else (rows == padding_idx).nonzero().flatten().tolist()
     return Feed(
-        flat=stage(torch.cat(parts)),
-        micro=tuple(feeds),
+        flat=stage(torch.cat(flat.parts)),
+        micro=feeds,
         rows=rows,
         row_slice=row_slice,
         rows_by_tile=_by_tile(rows, layout),
         padding_row=padding[0] if padding else None,
-        num_target_tokens=num_targets,
+        num_target_tokens=sum(feed.targets.shape[0] for feed in feeds),
         num_tokens=sum(m.input_ids.numel() if m.attention_mask is None else int(m.attention_mask.sum()) for m in batch),
+    )
+
+
+class _Flat:
+    """Collects tensors that will lie one behind the other."""
+
+    def __init__(self) -> None:
+        self.parts: list[torch.Tensor] = []
+        self._used = 0
+
+    def put(self, tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> Slice:
+        self.parts.append(tensor.reshape(-1).to(torch.int64))
+        place = Slice(self._used, shape or (tensor.numel(),))
+        self._used += tensor.numel()
+        return place
+
+
+def _lay_out(micro: MicroBatch, ids: torch.Tensor, flat: _Flat) -> MicroFeed:
+    """ids: the micro-batch's, remapped into the rows, flattened."""
+    shape = tuple(micro.input_ids.shape)
+    shifted = torch.full(shape, IGNORE, dtype=torch.int64)
+    shifted[:, :-1] = micro.labels[:, 1:]
+    targets = (shifted.reshape(-1) != IGNORE).nonzero().squeeze(1)
+    mask, positions = micro.attention_mask, micro.position_ids
+    if mask is not None and _right_padded(mask):
+        mask = None  # no causal query sees what lies to its right
+    return MicroFeed(
+        ids=flat.put(ids, shape),
+        targets=flat.put(targets),
+        labels=flat.put(shifted.reshape(-1)[targets]),
+        attention_mask=None if mask is None else flat.put(mask, shape),
+        position_ids=None if positions is None else flat.put(positions, shape),
     )
 
 
