@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from native.states import GRAD_DTYPES, HYPER, State, any_bits, assert_same_bits, mixed, near_smallest_normal, ordinary
 
+from native.states import GRAD_DTYPES, HYPER, State, any_bits, assert_same_bits, mixed, near_flushing, ordinary
 from slideformer.optim import reference_update
 
 
-@pytest.mark.parametrize("values", [ordinary, any_bits, near_smallest_normal, mixed])
+@pytest.mark.parametrize("values", [ordinary, any_bits, near_flushing, mixed])
 @pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
 def test_the_specification_gives_the_same_bits_on_cuda(grad_dtype, values, generator: torch.Generator):
     expected = State(300_001, grad_dtype, values, generator)

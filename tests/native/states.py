@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slideformer.optim import Hyper, split
 
-HYPER = Hyper(lr=1e-3, weight_decay=0.1, step=3, grad_scale=3.7)
+HYPER = Hyper(lr=1e-3, weight_decay=0.1, step=3, grad_scale=300.7)
 GRAD_DTYPES = (None, torch.bfloat16, torch.float32)
 
 
@@ -38,19 +38,20 @@ def any_bits(numel: int, generator: torch.Generator) -> Tensor:
     ).view(torch.float32)
 
 
-def near_smallest_normal(numel: int, generator: torch.Generator) -> Tensor:
-    """Values whose product with a factor of HYPER is within an ulp of 2**-126, where x86 and Arm flush differently."""
+def near_flushing(numel: int, generator: torch.Generator) -> Tensor:
+    """Values whose product with a factor of HYPER is within an ulp of 2**-126, where hardware flushes, or of 2**-125,
+    where we do."""
     s = HYPER.scalars()
     factors = (s.beta1, s.one_minus_beta1, s.beta2, s.one_minus_beta2, s.decay, s.step_size, s.grad_scale, 1.0)
-    centres = torch.tensor([2.0**-126 / factor for factor in factors], dtype=torch.float64).float().view(torch.int32)
-    steps = torch.randint(-2, 3, (numel,), generator=generator).to(torch.int32)
-    values = (centres[torch.randint(len(factors), (numel,), generator=generator)] + steps).view(torch.float32)
+    centres = torch.tensor([edge / factor for factor in factors for edge in (2.0**-126, 2.0**-125)])
+    centres = centres[torch.randint(len(centres), (numel,), generator=generator)].view(torch.int32)
+    values = (centres + torch.randint(-2, 3, (numel,), generator=generator)).to(torch.int32).view(torch.float32)
     return torch.where(torch.rand(numel, generator=generator) < 0.5, values, -values)
 
 
 def mixed(numel: int, generator: torch.Generator) -> Tensor:
     """Of the three above, independently for every element."""
-    kinds = torch.stack([values(numel, generator) for values in (ordinary, any_bits, near_smallest_normal)])
+    kinds = torch.stack([values(numel, generator) for values in (ordinary, any_bits, near_flushing)])
     return kinds.gather(0, torch.randint(3, (1, numel), generator=generator))[0]
 
 

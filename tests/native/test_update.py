@@ -14,7 +14,7 @@ from native.states import (
     assert_same_bits,
     bits,
     mixed,
-    near_smallest_normal,
+    near_flushing,
     ordinary,
 )
 from slideformer.native import HostKernels, NativeKernels, TorchKernels, load
@@ -36,7 +36,7 @@ def test_every_length_at_unaligned_starts_equals_the_reference(
         assert_same_bits(whole, expected)
 
 
-@pytest.mark.parametrize("values", [ordinary, any_bits, near_smallest_normal, mixed])
+@pytest.mark.parametrize("values", [ordinary, any_bits, near_flushing, mixed])
 @pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
 @pytest.mark.parametrize("change", [{}, {"eps": 0.0}, {"lr": 1e-37}], ids=str)  # an lr that moves denormal weights
 def test_all_values_equal_the_reference(kernels, grad_dtype, values, change, generator):
@@ -49,9 +49,9 @@ def test_all_values_equal_the_reference(kernels, grad_dtype, values, change, gen
     assert_same_bits(found, expected)
 
 
-def test_the_values_near_the_smallest_normal_do_tell_flush_conventions_apart(generator: torch.Generator):
+def test_the_values_near_flushing_do_tell_flush_conventions_apart(generator: torch.Generator):
     """If no product fell below 2**-126 only before it is rounded, the test above would prove less than it says."""
-    values = near_smallest_normal(50_001, generator).double().abs()
+    values = near_flushing(50_001, generator).double().abs()
     exact = torch.stack([values * factor for factor in astuple(HYPER.scalars())])
     assert ((exact < 2.0**-126) & (exact.float() == 2.0**-126)).any()
 

@@ -1,8 +1,8 @@
 """AdamW on a tile of the split master weight: the definition that every other implementation must equal bit for bit.
 
 The fp32 master weight is kept as two 16-bit planes, a bf16 `weight` (the master rounded to nearest, ties away from
-zero) and an int16 `residual` (the rest). One idea makes the result the same on every machine: magnitudes up to and
-*including* the smallest normal number count as zero after every operation. So it does not matter whether the hardware
+zero) and an int16 `residual` (the rest). One idea makes the result the same on every machine: magnitudes below 2**-125,
+twice the smallest normal number, count as zero after every operation. So it does not matter whether the hardware
 flushes denormals, nor whether it decides that before or after rounding (x86 and Arm differ there).
 """
 
@@ -15,7 +15,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-SMALLEST_NORMAL = 2.0**-126
+FLUSH_BELOW = 2.0**-125
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Hyper:
             one_minus_beta1=_fp32(1 - self.beta1),
             beta2=_fp32(self.beta2),
             one_minus_beta2=_fp32(1 - self.beta2),
-            sqrt_bias2=_fp32(sqrt(bias2)),
+            rsqrt_bias2=_fp32(1 / sqrt(bias2)),
             eps=_fp32(self.eps),
             decay=_fp32(1 - self.lr * self.weight_decay),
             step_size=_fp32(self.lr / bias1),
@@ -68,7 +68,7 @@ class Scalars:
     one_minus_beta1: float
     beta2: float
     one_minus_beta2: float
-    sqrt_bias2: float
+    rsqrt_bias2: float
     eps: float
     decay: float
     step_size: float
@@ -81,7 +81,7 @@ def reference_update(
 
     weight: bf16 plane, residual: int16 plane, exp_avg, exp_avg_sq: fp32, all of one shape, on any one device.
     grad: bf16 or fp32 of that shape, or None for a gradient of zero (whatever grad_scale is).
-    Every multiplication, addition, division and square root is rounded to fp32 on its own; magnitudes up to 2**-126
+    Every multiplication, addition, division and square root is rounded to fp32 on its own; magnitudes below 2**-125
     count as zero (keeping their sign) wherever they are read or computed; a NaN is stored as 0x7FC00000.
     Source: Loshchilov & Hutter, arXiv 1711.05101, algorithm 2, in the order of torch.optim.AdamW.
     """
@@ -90,8 +90,7 @@ def reference_update(
     # Moments and master are flushed by their first factor, which is between 0 and 1; only grad_scale may be larger.
     m = _flush(_flush(exp_avg * s.beta1) + _flush(g * s.one_minus_beta1))
     v = _flush(_flush(exp_avg_sq * s.beta2) + _flush(_flush(g * s.one_minus_beta2) * g))
-    # A divisor that is a Python number becomes a multiplication by its reciprocal on CUDA: one rounding too many.
-    denom = _sqrt(v) / torch.tensor(s.sqrt_bias2, device=v.device) + s.eps
+    denom = _sqrt(v) * s.rsqrt_bias2 + s.eps
     p = _flush(join(weight, residual) * s.decay)
     p = _flush(p - _flush(_flush(m / denom) * s.step_size))
     exp_avg.copy_(_one_nan(m))
@@ -144,7 +143,7 @@ def join(weight: Tensor, residual: Tensor) -> Tensor:
 
 
 def _flush(x: Tensor) -> Tensor:
-    return torch.where(x.abs() <= SMALLEST_NORMAL, x * 0, x)
+    return torch.where(x.abs() < FLUSH_BELOW, x * 0, x)
 
 
 def _sqrt(x: Tensor) -> Tensor:
@@ -159,4 +158,4 @@ def _one_nan(x: Tensor) -> Tensor:
 
 def _fp32(value: float) -> float:
     rounded = c_float(value).value
-    return 0.0 if abs(rounded) <= SMALLEST_NORMAL else rounded
+    return 0.0 if abs(rounded) < FLUSH_BELOW else rounded

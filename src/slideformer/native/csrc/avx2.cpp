@@ -33,15 +33,18 @@ struct Avx2 {
         _mm_stream_si128(reinterpret_cast<__m128i*>(r), narrow(low));
     }
     static void fence() { _mm_sfence(); }
+    static void prefetch(const void* p) { __builtin_prefetch(p); }
     static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
     static F add(F a, F b) { return _mm256_add_ps(a, b); }
     static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
     static F div(F a, F b) { return _mm256_div_ps(a, b); }
     static F sqrt(F a) { return _mm256_sqrt_ps(a); }
     static F flush(F x) {
-        const F sign = set(-0.0f);
-        const F tiny = _mm256_cmp_ps(_mm256_andnot_ps(sign, x), set(0x1p-126f), _CMP_LE_OQ);
-        return _mm256_blendv_ps(x, _mm256_and_ps(x, sign), tiny);
+        const __m256i bits = _mm256_castps_si256(x);
+        const __m256i high = _mm256_and_si256(bits, _mm256_set1_epi32(0x7F000000));
+        const __m256i tiny = _mm256_cmpeq_epi32(high, _mm256_setzero_si256());
+        const __m256i away = _mm256_and_si256(tiny, _mm256_set1_epi32(0x7FFFFFFF));
+        return _mm256_castsi256_ps(_mm256_andnot_si256(away, bits));
     }
     static F one_nan(F x) {
         const F nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);

@@ -32,6 +32,7 @@ struct Avx512 {
         _mm256_stream_si256(reinterpret_cast<__m256i*>(r), _mm512_cvtepi32_epi16(bits));
     }
     static void fence() { _mm_sfence(); }
+    static void prefetch(const void* p) { __builtin_prefetch(p); }
     static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
     static F add(F a, F b) { return _mm512_add_ps(a, b); }
     static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
@@ -39,7 +40,7 @@ struct Avx512 {
     static F sqrt(F a) { return _mm512_sqrt_ps(a); }
     static F flush(F x) {
         const __m512i bits = _mm512_castps_si512(x);
-        const __mmask16 tiny = _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(0x1p-126f), _CMP_LE_OQ);
+        const __mmask16 tiny = _mm512_testn_epi32_mask(bits, _mm512_set1_epi32(0x7F000000));
         return _mm512_castsi512_ps(_mm512_mask_and_epi32(bits, tiny, bits, _mm512_set1_epi32(int(0x80000000u))));
     }
     static F one_nan(F x) {

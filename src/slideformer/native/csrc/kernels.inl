@@ -3,7 +3,7 @@
 // Everything here is in an unnamed namespace and uses no standard library template: an inline function compiled with
 // AVX-512 flags must never be the copy that the linker keeps for the others.
 //
-// V has: width, F (a vector of floats), and the static functions used below. `flush` makes magnitudes up to 2^-126
+// V has: width, F (a vector of floats), and the static functions used below. `flush` makes magnitudes below 2^-125
 // zero and keeps the sign; `one_nan` makes every NaN 0x7FC00000. `store_past` and `split_past` go past the caches (whole
 // cache lines that nobody reads soon; written the ordinary way they would first be read, 12 of 38 bytes an element),
 // need pointers aligned to a cache line, and are ordered by `fence`. The reference is slideformer/optim/adamw.py; the
@@ -12,6 +12,10 @@
 namespace {
 
 using slideformer::Kernels;
+
+// Elements that loads run ahead of the arithmetic. What the hardware fetches by itself is not enough between a root and
+// a division: 124 GB/s without, 137 with 512, 1024 or 2048 (16 threads, AVX-512, H200 machine, 2026-11-30).
+constexpr int64_t kAhead = 1024;
 
 // One element at a time, on any machine: the ends of ranges, and the whole of the baseline.
 struct Scalar {
@@ -40,6 +44,7 @@ struct Scalar {
     static void store_past(float* p, F x) { store(p, x); }
     static void split_past(F x, uint16_t* w, int16_t* r) { split(x, w, r); }
     static void fence() {}
+    static void prefetch(const void*) {}
     static F mul(F a, F b) { return a * b; }
     static F add(F a, F b) { return a + b; }
     static F sub(F a, F b) { return a - b; }
@@ -47,7 +52,7 @@ struct Scalar {
     static F sqrt(F a) { return __builtin_sqrtf(a); }
     static F flush(F x) {
         const uint32_t b = bits(x);
-        return from_bits((b & 0x7FFFFFFFu) <= 0x00800000u ? b & 0x80000000u : b);
+        return from_bits((b & 0x7F000000u) == 0 ? b & 0x80000000u : b);
     }
     static F one_nan(F x) {
         const uint32_t b = bits(x);
@@ -69,11 +74,15 @@ struct Gradient {
                                                : V::load(static_cast<const float*>(grad) + i);
         return V::flush(V::mul(V::flush(g), scale));
     }
+    static void prefetch(const void* grad, int64_t i) {
+        V::prefetch(static_cast<const char*>(grad) + i * (kind == SF_GRAD_BF16 ? 2 : 4));
+    }
 };
 
 template <class V>
 struct Gradient<V, SF_GRAD_NONE> {
     static typename V::F load(const void*, int64_t, typename V::F) { return V::set(0.0f); }
+    static void prefetch(const void*, int64_t) {}
 };
 
 // Elements [i, numel) in steps of V::width; returns where it stopped.
@@ -82,16 +91,21 @@ int64_t adamw_from(int64_t i, const sf_scalars& s, const sf_state& state, const 
                    int64_t numel) {
     using F = typename V::F;
     const F scale = V::set(s.grad_scale), beta1 = V::set(s.beta1), one_minus_beta1 = V::set(s.one_minus_beta1),
-            beta2 = V::set(s.beta2), one_minus_beta2 = V::set(s.one_minus_beta2), sqrt_bias2 = V::set(s.sqrt_bias2),
+            beta2 = V::set(s.beta2), one_minus_beta2 = V::set(s.one_minus_beta2), rsqrt_bias2 = V::set(s.rsqrt_bias2),
             eps = V::set(s.eps), decay = V::set(s.decay), step_size = V::set(s.step_size);
     for (; i + V::width <= numel; i += V::width) {
+        V::prefetch(state.exp_avg + i + kAhead);
+        V::prefetch(state.exp_avg_sq + i + kAhead);
+        V::prefetch(state.weight + i + kAhead);
+        V::prefetch(state.residual + i + kAhead);
+        Gradient<V, kind>::prefetch(grad, i + kAhead);
         const F g = Gradient<V, kind>::load(grad, i, scale);
         F m = V::load(state.exp_avg + i);
         F v = V::load(state.exp_avg_sq + i);
         F p = V::join(state.weight + i, state.residual + i);
         m = V::flush(V::add(V::flush(V::mul(m, beta1)), V::flush(V::mul(g, one_minus_beta1))));
         v = V::flush(V::add(V::flush(V::mul(v, beta2)), V::flush(V::mul(V::flush(V::mul(g, one_minus_beta2)), g))));
-        const F denom = V::add(V::div(V::sqrt(v), sqrt_bias2), eps);
+        const F denom = V::add(V::mul(V::sqrt(v), rsqrt_bias2), eps);
         p = V::flush(V::mul(p, decay));
         p = V::flush(V::sub(p, V::flush(V::mul(V::flush(V::div(m, denom)), step_size))));
         if (past_caches) {

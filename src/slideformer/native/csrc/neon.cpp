@@ -26,6 +26,7 @@ struct Neon {
     static void store_past(float* p, F x) { store(p, x); }
     static void split_past(F x, uint16_t* w, int16_t* r) { split(x, w, r); }
     static void fence() {}
+    static void prefetch(const void* p) { __builtin_prefetch(p); }
     static F mul(F a, F b) { return vmulq_f32(a, b); }
     static F add(F a, F b) { return vaddq_f32(a, b); }
     static F sub(F a, F b) { return vsubq_f32(a, b); }
@@ -33,7 +34,7 @@ struct Neon {
     static F sqrt(F a) { return vsqrtq_f32(a); }
     static F flush(F x) {
         const uint32x4_t bits = vreinterpretq_u32_f32(x);
-        const uint32x4_t tiny = vcleq_u32(vandq_u32(bits, vdupq_n_u32(0x7FFFFFFF)), vdupq_n_u32(0x00800000));
+        const uint32x4_t tiny = vceqzq_u32(vandq_u32(bits, vdupq_n_u32(0x7F000000)));
         return vreinterpretq_f32_u32(vbicq_u32(bits, vandq_u32(tiny, vdupq_n_u32(0x7FFFFFFF))));
     }
     static F one_nan(F x) {

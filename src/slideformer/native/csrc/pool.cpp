@@ -11,9 +11,9 @@ namespace slideformer {
 
 namespace {
 
-// Pieces of one call for each thread. More of them even out threads that lose their core to others; fewer make longer
-// contiguous runs for the hardware prefetchers.
-constexpr int64_t kChunksPerThread = 4;
+// Pieces of one call for each thread. Fewer leave threads idle at a call's end, by the length of a piece: of 16 Mi
+// elements on 16 threads, 1 piece runs at 105 GB/s, 4 at 130 and 16 at 137 (H200 machine, Sapphire Rapids, 2026-11-30).
+constexpr int64_t kChunksPerThread = 16;
 
 int64_t chunk_of(int64_t count, int64_t grain, int64_t threads) {
     const int64_t pieces = threads * kChunksPerThread;

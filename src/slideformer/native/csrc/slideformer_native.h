@@ -13,7 +13,7 @@ struct sf_pool;
 
 // What the update multiplies, divides and adds (slideformer.optim.Scalars, same order).
 struct sf_scalars {
-    float grad_scale, beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias2, eps, decay, step_size;
+    float grad_scale, beta1, one_minus_beta1, beta2, one_minus_beta2, rsqrt_bias2, eps, decay, step_size;
 };
 
 // The four arrays of a tile, or of a [rows, width] matrix: master planes and moments.
