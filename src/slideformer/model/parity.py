@@ -40,7 +40,7 @@ class Parity:
 def check_parity(
     config: PretrainedConfig, *, attn_implementation: str = "auto", disable_dropout: bool = False
 ) -> Parity:
-    """Compare the two ways to run a small copy of the model of `config`. Under a second up to 8B widths on two cores.
+    """Compare the two ways to run a small copy of the model of `config`.
 
     Raises ModelRefused if they differ beyond rounding, or the copy cannot be built or run.
     """
