@@ -10,6 +10,7 @@ import re
 import weakref
 from ctypes import CDLL, POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import astuple, fields
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 
@@ -200,6 +201,7 @@ def _kind(grad: Tensor | None) -> int:
     return 0 if grad is None else GRAD_KINDS[grad.dtype]
 
 
+@lru_cache(maxsize=64)  # a step calls with a few of them, thousands of times
 def _scalars(hyper: Hyper) -> _Scalars:
     return _Scalars(*astuple(hyper.scalars()))
 
