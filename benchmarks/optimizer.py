@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import mmap
+import os
 import resource
 import statistics
 import subprocess
@@ -25,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slideformer.native import NativeKernels, TorchKernels, available_cpus, load
+from slideformer.native import NativeKernels, Planes, TorchKernels, available_cpus, load
 from slideformer.optim import Hyper, split
 
 HYPER = Hyper(1e-4, weight_decay=0.1, step=10)
@@ -61,11 +62,17 @@ class Tiles:
     def _slices(self, step: int) -> list[slice]:
         return [slice(start, min(start + step, self.numel)) for start in range(0, self.numel, step)]
 
-    def update(self, kernels: NativeKernels | TorchKernels, grad_dtype: torch.dtype | None) -> None:
+    def update(
+        self, kernels: NativeKernels | TorchKernels, grad_dtype: torch.dtype | None, out: Tiles | None = None
+    ) -> None:
+        """Update every tile, in place or into the state of `out`."""
         grads = {torch.bfloat16: self.grad, torch.float32: self.grad_fp32, None: None}[grad_dtype]
         for t in self._slices(self.tile_numel):
-            grad = None if grads is None else grads[t]
-            kernels.update(self.weight[t], self.residual[t], grad, self.exp_avg[t], self.exp_avg_sq[t], HYPER)
+            grad, to = None if grads is None else grads[t], None if out is None else out.planes(t)
+            kernels.update(self.weight[t], self.residual[t], grad, self.exp_avg[t], self.exp_avg_sq[t], HYPER, out=to)
+
+    def planes(self, part: slice) -> Planes:
+        return Planes(self.weight[part], self.residual[part], self.exp_avg[part], self.exp_avg_sq[part])
 
     def stream(self, kernels: NativeKernels) -> None:
         for t in self._slices(self.tile_numel):
@@ -82,12 +89,11 @@ class Report:
     """Prints the lines: what every line of a call shares, and what is measured."""
 
     def __init__(self, steps: int) -> None:
-        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
         self.steps = steps
         self.shared = {
             "bench": "optimizer",
             "command": " ".join(["python", *sys.argv]),
-            "commit": git.stdout.strip() or None,
+            "commit": os.environ.get("COMMIT") or head(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": cpu_name(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -117,14 +123,23 @@ class Report:
         }
         print(json.dumps(self.shared | measured), flush=True)
 
-    def native(self, case: str, tiles: Tiles, threads: int, grad_dtype: torch.dtype | None, isa: str | None) -> None:
+    def native(
+        self,
+        case: str,
+        tiles: Tiles,
+        threads: int,
+        *,
+        grad_dtype: torch.dtype | None = torch.bfloat16,
+        isa: str | None = None,
+        out: Tiles | None = None,
+    ) -> None:
         """The update, and between any two of them the stream loop, twice: its second pass undoes the first."""
         kernels = load(threads, isa=isa)
         assert isinstance(kernels, NativeKernels), "no native library: make native"
         with kernels:
             times, stream = [], []
             for step in range(self.steps + 2):
-                taken = seconds(lambda: tiles.update(kernels, grad_dtype))
+                taken = seconds(lambda: tiles.update(kernels, grad_dtype, out))
                 moved = [seconds(lambda: tiles.stream(kernels)) for _ in range(2)]
                 if step >= 2:
                     times.append(taken)
@@ -151,6 +166,11 @@ class Report:
         self.line("torch-fused-fp32", isa="torch", threads=threads, tiles=tiles, nbytes=28, times=times, stream=[])
 
 
+def head() -> str | None:
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return git.stdout.strip() or None
+
+
 def cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
@@ -167,15 +187,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only-native", action="store_true", help="the native update with a bf16 gradient and no more")
     options = parser.parse_args()
-    tiles, report, most = Tiles(options.numel, options.tile), Report(options.steps), max(options.threads)
+    tiles, report, most = (
+        Tiles(options.numel, options.tile),
+        Report(options.steps, options.commit),
+        max(options.threads),
+    )
     for threads in options.threads:
-        report.native("ours", tiles, threads, torch.bfloat16, None)
+        report.native("ours", tiles, threads)
     if options.only_native:
         return
-    report.native("ours-grad-fp32", tiles, most, torch.float32, None)
-    report.native("ours-grad-none", tiles, most, None, None)
+    report.native("ours-out-of-place", tiles, most, out=Tiles(options.numel, options.tile))
+    report.native("ours-grad-fp32", tiles, most, grad_dtype=torch.float32)
+    report.native("ours-grad-none", tiles, most, grad_dtype=None)
     for isa in load(1).isas:
-        report.native(f"ours-{isa}", tiles, most, torch.bfloat16, isa)
+        report.native(f"ours-{isa}", tiles, most, isa=isa)
     report.stand_in(Tiles(min(options.numel, 1 << 24), options.tile), most)
     report.fused(tiles, most)
 
