@@ -189,7 +189,7 @@ def main() -> None:
     options = parser.parse_args()
     tiles, report, most = (
         Tiles(options.numel, options.tile),
-        Report(options.steps, options.commit),
+        Report(options.steps),
         max(options.threads),
     )
     for threads in options.threads:
