@@ -34,7 +34,11 @@ from slideformer.errors import BadInput, DoesNotFit, RunFailed
 from slideformer.schedule import LaneName, OpKind, Plan
 
 SPILLING = {"saved_on_device": 1, "hidden_ring": 2, "micro_batches": 2}
-SETTINGS = {"eager": {**EAGER, **SPILLING}, "deferred": {**DEFERRED, **SPILLING}}
+SETTINGS = {
+    "eager": {**EAGER, **SPILLING},
+    "deferred": {**DEFERRED, **SPILLING},
+    "ahead": {**DEFERRED, **SPILLING, "max_grad_norm": 100.0, "ahead": (0, 1, 2)},
+}
 STEP, EVALUATION = 0, 1
 
 
@@ -299,7 +303,8 @@ def test_a_device_closed_too_early_is_an_error_not_a_hang():
 @pytest.mark.parametrize("where", ["first op", "before the first update", "after the first update", "last op"])
 def test_a_step_interrupted_while_it_is_submitted_is_never_taken_for_whole(program, where):
     plan = plan_of(program, STEP)
-    first_update = next(i for i, op in enumerate(plan.ops) if op.kind in (OpKind.UPDATE, OpKind.UPDATE_REST))
+    writers = (OpKind.UPDATE, OpKind.UPDATE_REST, OpKind.SETTLE, OpKind.SETTLE_ROWS)
+    first_update = next(i for i, op in enumerate(plan.ops) if op.kind in writers)
     index = {
         "first op": 0,
         "before the first update": first_update,

@@ -90,22 +90,25 @@ def test_skip_leaves_every_weight_and_moment_as_it_was(target, value, dtype):
     assert [r.loss for i, r in enumerate(results) if i != BAD] == list(expected.losses)
 
 
-def test_skip_in_a_tied_model_leaves_the_table_as_it_was():
-    options = toy_options(**SKIP, micro_batches=2)
-    for target in ("rows of the table", "table"):
-        injector = Injector(target, math.nan)
-        with engine_with(injector, options, tied=True) as engine:
-            start(engine, injector)
-            results = [engine.step(batch, lr=lr) for batch, lr in STEPS]
-            assert [r.nonfinite for r in results] == [i == BAD for i in range(5)]
-            engine.synchronize()
-            found = state_hashes(engine)
-        assert found == run_sequential(decoder(tied=True), options, STEPS[:BAD] + STEPS[BAD + 1 :]).state
+@pytest.mark.parametrize("ahead", [(), (0, 1)], ids=str)
+@pytest.mark.parametrize("target", ["rows of the table", "table"])
+def test_skip_in_a_tied_model_leaves_the_table_as_it_was(target, ahead):
+    options = toy_options(**SKIP, micro_batches=2, ahead=ahead)
+    injector = Injector(target, math.nan)
+    with engine_with(injector, options, tied=True) as engine:
+        start(engine, injector)
+        results = [engine.step(batch, lr=lr) for batch, lr in STEPS]
+        assert [r.nonfinite for r in results] == [i == BAD for i in range(5)]
+        engine.synchronize()
+        found = state_hashes(engine)
+    assert found == run_sequential(decoder(tied=True), options, STEPS[:BAD] + STEPS[BAD + 1 :]).state
 
 
+@pytest.mark.parametrize("ahead", [(), (0, 1, 2, 3, 4)], ids=["", "ahead"])
 @pytest.mark.parametrize("target", ["loss", *UNITS])
-def test_a_deferred_stop_comes_before_any_weight_is_written(target):
-    options, injector = toy_options(**DEFERRED, micro_batches=2), Injector(target, math.nan)
+def test_a_deferred_stop_comes_before_any_weight_is_written(target, ahead):
+    program = {"update": "deferred", "max_grad_norm": 100.0, "ahead": ahead}
+    options, injector = toy_options(**program, micro_batches=2), Injector(target, math.nan)
     with engine_with(injector, options) as engine:
         start(engine, injector)
         results = [engine.step(batch, lr=lr) for batch, lr in STEPS[: BAD + 1]]

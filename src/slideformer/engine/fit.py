@@ -71,6 +71,7 @@ def require_fit(
 
 
 _CHEAPER: tuple[Callable[[EngineOptions], EngineOptions], ...] = (
+    lambda o: replace(o, ahead=()),
     lambda o: replace(o, grad_slots=1),
     lambda o: replace(o, saved_on_device=0),
     lambda o: replace(o, window=1),
@@ -87,6 +88,7 @@ _CHEAPER: tuple[Callable[[EngineOptions], EngineOptions], ...] = (
 """Each takes one step towards less memory; cheapest first: those that cost only speed, then what changes the run."""
 
 _TOGETHER = (
+    ("ahead",),
     ("grad_slots",),
     ("saved_on_device",),
     ("window",),
