@@ -50,9 +50,10 @@ def near_flushing(numel: int, generator: torch.Generator) -> Tensor:
 
 
 def mixed(numel: int, generator: torch.Generator) -> Tensor:
-    """Of the three above, independently for every element."""
-    kinds = torch.stack([values(numel, generator) for values in (ordinary, any_bits, near_flushing)])
-    return kinds.gather(0, torch.randint(3, (1, numel), generator=generator))[0]
+    """Of the three above or around one, independently for every element."""
+    kinds = [values(numel, generator) for values in (ordinary, any_bits, near_flushing)]
+    kinds.append(torch.rand(numel, generator=generator) * 16)
+    return torch.stack(kinds).gather(0, torch.randint(4, (1, numel), generator=generator))[0]
 
 
 Values = Callable[[int, torch.Generator], Tensor]

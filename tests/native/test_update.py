@@ -38,7 +38,7 @@ def test_every_length_at_unaligned_starts_equals_the_reference(
 
 @pytest.mark.parametrize("values", [ordinary, any_bits, near_flushing, mixed])
 @pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
-@pytest.mark.parametrize("change", [{}, {"eps": 0.0}, {"lr": 1e-37}], ids=str)  # an lr that moves denormal weights
+@pytest.mark.parametrize("change", [{}, {"eps": 0.0}, {"lr": 1e-37}, {"lr": 5.0}], ids=str)  # steps tiny and above one
 def test_all_values_equal_the_reference(kernels, grad_dtype, values, change, generator):
     found = State(30_001, grad_dtype, values, generator)
     hyper = replace(HYPER, **change)
