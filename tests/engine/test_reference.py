@@ -36,8 +36,8 @@ from slideformer.model.decoder import Decoder
 from slideformer.schedule import OpKind
 
 FEW = 6
-"""Roundings differ in more places than the weights' last bits: in every sum of the two orders. Measured: up to 2.2 times
-the spread, over all families, clip norms and tensors below (torch 2.13, AVX-512)."""
+"""Roundings differ in more places than the weights' last bits: in every sum of the two orders. Measured: up to 2.2
+times the spread, over all families, clip norms and tensors below (torch 2.13, AVX-512)."""
 ULP = 2.0**-23
 
 
