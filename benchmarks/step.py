@@ -64,6 +64,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--saved-on-device", type=int)
     parser.add_argument("--cpu-threads", type=int)
     parser.add_argument("--max-grad-norm", type=float, default=1.0, help="of deferred runs; eager ones do not clip")
+    parser.add_argument("--no-ahead", action="store_true", help="deferred runs wait for the norm with every update")
     parser.add_argument("--stock-kernels", action="store_true", help="no Liger kernels")
     parser.add_argument("--trace", help="folder for a Chrome trace and a text timeline of one step")
     parser.add_argument("--cases", nargs="+", default=["stock-fwd-bwd", "ours-streamed:eager"])
@@ -179,6 +180,7 @@ def ours(args: argparse.Namespace, case: str, update: str) -> dict:
             update=update or "eager",
             max_grad_norm=0.0 if update != "deferred" else args.max_grad_norm,
             cpu_threads=args.cpu_threads,
+            ahead=() if args.no_ahead else "auto",
         )
         began = time.perf_counter()
         with Engine(decoder, device, options) as engine:
@@ -234,6 +236,7 @@ def _ours_steps(args, engine, device: Device, vocab: int, rss_before, micro_batc
         "isa": engine.kernels.isa,
         "window": engine.step_options.window,
         "num_ops": len(engine.plan.ops),
+        "ahead_units": len(engine.step_options.ahead),
         "watch": {key: [min(m[key] for m in marks[2:]), max(m[key] for m in marks[2:])] for key in marks[0]},
         "allocated_s": round(allocated_s, 1),
         "ready_s": round(ready_s, 1),

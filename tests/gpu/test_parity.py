@@ -43,6 +43,7 @@ def fill(target, decoder: Decoder) -> None:
 CASES = {
     "eager": {"update": "eager", "max_grad_norm": 0.0},
     "deferred": {"update": "deferred", "max_grad_norm": 1.0},
+    "ahead": {"update": "deferred", "max_grad_norm": 10.0, "ahead": (0, 1, 2, 5, 9)},
     "spilled, two micro-batches": {
         "update": "deferred",
         "max_grad_norm": 1.0,
