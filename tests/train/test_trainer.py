@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slideformer.data import Batches, load_dataset, load_tokenizer
+from slideformer.data.batches import StepBatch
 from slideformer.errors import BadInput, DoesNotFit, RunFailed
 from slideformer.train import trainer
 from slideformer.train.console import PlainConsole
@@ -78,7 +79,7 @@ def test_a_run_equals_plain_torch_on_the_same_rows(config_for, max_grad_norm) ->
         gradient_accumulation_steps=2,
         num_train_epochs=2.5,
         max_grad_norm=max_grad_norm,
-        weight_decay=0.1,
+        weight_decay=1.0,
         per_device_train_batch_size=5,
     )
     metrics = run(config)
@@ -121,6 +122,22 @@ def test_logging_steps_log_the_mean_loss_per_target_token_of_their_steps(config_
     assert [m["loss"] for m in some] == pytest.approx(expected, rel=1e-12)
 
 
+def test_time_between_steps_that_is_not_training_does_not_count(monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(trainer.time, "perf_counter", lambda: now[0])
+    batch = StepBatch((), (), 0.5, num_input_tokens=100, num_target_tokens=10)
+    interval = trainer._Interval()
+    now[0] = 4.0
+    interval.add(1.0, batch)
+    now[0] = 50.0  # an evaluation
+    interval.restart()
+    now[0] = 52.0
+    interval.add(3.0, batch)
+    speed = interval.close()
+    assert (speed.loss, speed.step_s, speed.tokens_per_second) == (2.0, 3.0, 200 / 6)
+    assert interval.mean_step_s() == 3.0
+
+
 def test_the_next_step_is_submitted_before_the_last_ones_result_is_read(config_for, monkeypatch) -> None:
     order = []
     submit, finish = trainer._Run._submit, trainer._Run._finish
@@ -146,7 +163,15 @@ def test_evaluation_is_token_weighted_and_independent_of_its_batch_size(config_f
     }
     by_size = {}
     for size in (1, 2, 3):
-        metrics = run(config_for(max_steps=1, eval_dataset=held, eval_on_start=True, per_device_eval_batch_size=size))
+        metrics = run(
+            config_for(
+                max_steps=1,
+                eval_dataset=held,
+                eval_on_start=True,
+                per_device_eval_batch_size=size,
+                per_device_train_batch_size=2,
+            )
+        )
         assert [m["global_step"] for m in metrics if "eval_a_loss" in m] == [0, 1]
         by_size[size] = [metrics[0]["eval_a_loss"], metrics[0]["eval_b_loss"]]
     assert by_size[2] == pytest.approx(by_size[1], rel=1e-6)
@@ -158,7 +183,7 @@ def test_evaluation_is_token_weighted_and_independent_of_its_batch_size(config_f
     loss_sum = sum(
         float(
             torch.nn.functional.cross_entropy(
-                model(s.input_ids[None].long()).logits[0, :-1], s.labels[1:].long(), reduction="sum"
+                model(s.input_ids[None].long()).logits[0, :-1].detach(), s.labels[1:].long(), reduction="sum"
             )
         )
         for s in samples
@@ -266,10 +291,11 @@ def test_a_non_finite_loss_stops_the_run_with_step_and_rows(config_for, monkeypa
 
 
 def test_what_is_wrong_is_found_before_weights_are_read(config_for, tmp_path, monkeypatch) -> None:
-    def no_weights(*args, **kwargs):
-        raise AssertionError("weights were read")
+    def too_late(*args, **kwargs):
+        raise AssertionError("something of the model's size was allocated or read")
 
-    monkeypatch.setattr(trainer.weights, "load", no_weights)
+    monkeypatch.setattr(trainer.weights, "load", too_late)
+    monkeypatch.setattr("slideformer.engine.engine.State", too_late)
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"prompt": "x" * 64, "completion": "y"}) + "\n")
     with pytest.raises(BadInput, match="no target tokens left"):
@@ -280,6 +306,10 @@ def test_what_is_wrong_is_found_before_weights_are_read(config_for, tmp_path, mo
         run(config_for(max_host_memory="1MiB"))
     with pytest.raises(BadInput, match="is not a folder"):
         run(config_for(model=tmp_path / "nowhere"))
+    other = make_model(tmp_path / "other")
+    (other / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(BadInput, match="model.safetensors"):
+        run(config_for(model=other))
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match=r"output_dir .* cannot be made"):
         run(config_for(output_dir=str(tmp_path / "file" / "out")))

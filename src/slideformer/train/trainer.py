@@ -20,6 +20,7 @@ from slideformer.errors import BadInput, RunFailed
 from slideformer.memory import size
 from slideformer.model import weights
 from slideformer.model.folder import read_config
+from slideformer.model.parity import check_parity
 from slideformer.train.console import Console
 from slideformer.train.metrics import Metrics, MetricsFile, evaluation_metrics
 from slideformer.train.record import RunRecord
@@ -48,7 +49,7 @@ def train(config: TrainConfig, console: Console) -> Path:
     when a signal asked for the end.
     """
     source, target = Path(config.model_name_or_path), Path(config.output_dir)
-    read_config(source)  # a wrong folder is found before the tokenizer and the data are read
+    model_config = read_config(source)  # a wrong folder is found before the tokenizer and the data are read
     codec = load_tokenizer(source)
     dataset = load_dataset(config, codec)
     batches = Batches(
@@ -63,6 +64,7 @@ def train(config: TrainConfig, console: Console) -> Path:
         for name, samples in dataset.evaluation.items()
     }
     _tell_data(dataset, console)
+    check_parity(model_config, attn_implementation=config.attn_implementation, disable_dropout=config.disable_dropout)
     with open_device(config.device) as device:
         decoder = build_decoder(config, device.kind, device.torch_device)
         weights.check(source, decoder.layout, names=decoder.names)
