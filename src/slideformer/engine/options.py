@@ -18,7 +18,8 @@ from slideformer.schedule import StepOptions, Update
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Sizes of the largest batch (micro_batches of [micro_batch_size, max_length] tokens), the sliding window, and the
-    optimizer. saved_on_device: hidden states that stay on the device (None: all that there are). max_grad_norm: 0 is
+    optimizer. saved_on_device: hidden states that stay on the device (None: all that there are; "auto": as many as it
+    has room for). max_grad_norm: 0 is
     off; anything else needs the deferred update. on_nonfinite "skip" leaves the state as it was and goes on, and needs
     the deferred update too. cpu_threads: of the update; None is every CPU but one on CUDA, every CPU otherwise.
     max_gpu_memory, max_host_memory: bytes that the engine may allocate there; None is what the machine has.
@@ -33,7 +34,7 @@ class EngineOptions:
     window: int = 2
     grad_slots: int = 2
     ring: int = 4
-    saved_on_device: int | None = None
+    saved_on_device: int | None | Literal["auto"] = "auto"
     hidden_ring: int = 4
     update: Literal["eager", "deferred"] = "deferred"
     max_grad_norm: float = 1.0
@@ -54,7 +55,7 @@ class EngineOptions:
                 raise BadInput(f"{name} is {getattr(self, name)}, must be at least 1")
         if self.hidden_ring < 2:
             raise BadInput(f"hidden_ring is {self.hidden_ring}, must be at least 2: one op holds two hidden states")
-        if self.saved_on_device is not None and self.saved_on_device < 0:
+        if isinstance(self.saved_on_device, int) and self.saved_on_device < 0:
             raise BadInput(f"saved_on_device is {self.saved_on_device}, must be at least 0, or None for all")
         if not 0 <= self.max_grad_norm < math.inf:
             raise BadInput(f"max_grad_norm is {self.max_grad_norm}, must be a finite number, or 0 for no clipping")
@@ -76,10 +77,15 @@ class EngineOptions:
     def batch_shape(self, hidden: int, dtype: torch.dtype) -> BatchShape:
         return BatchShape(self.micro_batches, self.micro_batch_size, self.max_length, hidden, dtype)
 
+    def most_saved(self, layout: Layout) -> int:
+        """Hidden states of a step that are worth a place on the device: every block's inputs, and a gradient each."""
+        return (len(layout.blocks) + 1) * self.micro_batches
+
     def step_options(self, layout: Layout, dtype: torch.dtype) -> StepOptions:
         num_blocks = len(layout.blocks)
-        most = (num_blocks + 1) * self.micro_batches
-        pool = most if self.saved_on_device is None else min(self.saved_on_device, most)
+        most = self.most_saved(layout)
+        pool = min(self.saved_on_device, most) if isinstance(self.saved_on_device, int) else most
+        ahead = () if self.ahead == "auto" or self.update == "eager" else self.ahead
         return StepOptions(
             window=min(self.window, num_blocks),
             grad_slots=min(self.grad_slots, num_blocks),
@@ -89,5 +95,5 @@ class EngineOptions:
             hidden_ring=self.hidden_ring,
             update=Update(self.update),
             fp32_compute=dtype is torch.float32,
-            ahead=() if self.ahead == "auto" or self.update == "eager" else self.ahead,
+            ahead=tuple(u for u in ahead if layout.units[u].train_numel),
         )
