@@ -77,6 +77,9 @@ class CpuDevice:
     def peak_nbytes(self) -> int:
         return self._nbytes
 
+    def free_nbytes(self) -> None:
+        return None
+
     def close(self) -> None:
         for lane in self._lanes:
             lane.close()

@@ -170,6 +170,16 @@ class CudaDevice:
     def peak_nbytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
 
+    def free_nbytes(self) -> int:
+        """Free on the card, or left of torch's limit for this process, with what its allocator holds unused."""
+        held = torch.cuda.memory_reserved(self.torch_device)
+        unused = held - torch.cuda.memory_allocated(self.torch_device)
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        if hasattr(torch.cuda, "get_per_process_memory_fraction"):  # torch 2.8 and later
+            allowed = int(torch.cuda.get_per_process_memory_fraction(self.torch_device) * total)
+            free = min(free, allowed - held)
+        return free + unused
+
     def reserved_nbytes(self) -> int:
         """Most memory that torch's allocator held at once, used or not."""
         return torch.cuda.max_memory_reserved(self.torch_device)

@@ -18,7 +18,7 @@ from slideformer.engine.actions import DeviceActions
 from slideformer.engine.ahead import auto_ahead
 from slideformer.engine.executor import Executor
 from slideformer.engine.feed import Feed, build_feed
-from slideformer.engine.fit import plans_of, require_fit
+from slideformer.engine.fit import plans_of, require_fit, saved_that_fit
 from slideformer.engine.host_actions import HostActions
 from slideformer.engine.options import EngineOptions
 from slideformer.engine.run import Run, StepResult
@@ -48,6 +48,8 @@ class Engine:
         self._shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
         self._num_positions = _num_positions(decoder)
         self._closed = False
+        if options.saved_on_device == "auto":
+            self.options = options = replace(options, saved_on_device=self._saved())
         self.budget = self._require_fit()
         self._own_kernels = kernels is None
         self.kernels = kernels or load(options.cpu_threads or _update_threads(device))
@@ -75,6 +77,19 @@ class Engine:
         self._host = HostActions(self.layout, options, self.kernels)
         actions = {**DeviceActions(decoder, self.kernels).table(), **self._host.table()}
         self.executor = Executor(device, buffers, actions)
+
+    def _saved(self) -> int | None:
+        """Hidden states that stay on the device: as many as its memory, or the limit given for it, has room for."""
+        limits = [n for n in (self.device.free_nbytes(), self.options.max_gpu_memory) if n is not None]
+        if self.device.kind == "cpu":
+            limits = []
+        return saved_that_fit(
+            self.layout,
+            self.options,
+            hidden_size=self.decoder.hidden_size,
+            dtype=self.decoder.dtype,
+            device_nbytes=min(limits, default=None),
+        )
 
     def _require_fit(self) -> Budget:
         decoder = self.decoder

@@ -1,7 +1,8 @@
 """The state on the host: both planes of every master weight, and the moments of every trained one.
 
 12 bytes a trained parameter (2 + 2 + 4 + 4), and as much again for what is updated ahead. The weight plane is
-page-locked and is itself what is uploaded. A frozen parameter has no moments, and under bf16 compute no residual either: 2 bytes.
+page-locked and is itself what is uploaded. A frozen parameter has no moments, and under bf16 compute no residual
+either: 2 bytes.
 """
 
 from __future__ import annotations
