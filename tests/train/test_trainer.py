@@ -163,15 +163,8 @@ def test_evaluation_is_token_weighted_and_independent_of_its_batch_size(config_f
     }
     by_size = {}
     for size in (1, 2, 3):
-        metrics = run(
-            config_for(
-                max_steps=1,
-                eval_dataset=held,
-                eval_on_start=True,
-                per_device_eval_batch_size=size,
-                per_device_train_batch_size=2,
-            )
-        )
+        sizes = {"max_length": 32, "per_device_train_batch_size": 2, "per_device_eval_batch_size": size}
+        metrics = run(config_for(max_steps=1, eval_dataset=held, eval_on_start=True, **sizes))
         assert [m["global_step"] for m in metrics if "eval_a_loss" in m] == [0, 1]
         by_size[size] = [metrics[0]["eval_a_loss"], metrics[0]["eval_b_loss"]]
     assert by_size[2] == pytest.approx(by_size[1], rel=1e-6)
