@@ -53,6 +53,10 @@ def test_bad_input_is_one_sentence_and_a_code(slideformer, yaml_for, command, fi
     assert done.returncode == code
 
 
+def test_force_goes_on_where_memory_may_not_do(slideformer, yaml_for) -> None:
+    assert slideformer("train", yaml_for(max_host_memory="1MiB"), "--force").returncode == 0
+
+
 def test_broken_json_is_told_with_its_line(slideformer, yaml_for, tmp_path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "abc"}\n{"text": \n')
     done = slideformer("train", yaml_for(dataset="rows.jsonl"))

@@ -49,6 +49,14 @@ def test_rows_cut_to_max_length_are_counted(codec, make_config, write_rows) -> N
     assert report.lines()[1:] == ["  cut to max_length: 1 row (2)"]
 
 
+def test_what_is_hardly_meant_is_a_warning_and_not_a_line(make_codec, make_config, write_rows) -> None:
+    codec = make_codec(stops=("<eos>",))
+    (report,) = load_dataset(make_config(str(write_rows(GOOD))), codec).reports
+    assert len(report.lines()) == 1
+    (warning,) = report.warnings()
+    assert warning.endswith("an answer without an end token, so the model does not learn to stop: 1 row (1)")
+
+
 def test_strict_stops_at_the_first_row_that_cannot_be_used(codec, make_config, write_rows) -> None:
     path = write_rows(*SIX)
     with pytest.raises(BadInput, match=re.escape(f"{path}:2: no assistant message: found roles user (strict is true)")):

@@ -283,6 +283,24 @@ def test_a_non_finite_loss_stops_the_run_with_step_and_rows(config_for, monkeypa
     assert (record["status"], record["error"]) == ("failed", message)
 
 
+def test_steps_that_are_not_finite_can_be_skipped_and_are_counted(config_for) -> None:
+    fields = {"learning_rate": 1e38, "warmup_steps": 0, "max_grad_norm": 0, "lr_scheduler_type": "constant"}
+    every = run(config_for(max_steps=3, on_nonfinite="skip", **fields))
+    assert [m["loss"] is None for m in every] == [False, True, True]
+    assert [m["grad_norm"] is None for m in every] == [False, True, True]
+    assert [m["nonfinite_steps"] for m in every] == [0, 1, 2]
+    (both,) = run(config_for(max_steps=2, on_nonfinite="skip", logging_steps=2, **fields))
+    assert both["loss"] == every[0]["loss"]
+
+
+def test_rows_that_are_hardly_meant_so_are_warned_of(config_for, tmp_path) -> None:
+    path = tmp_path / "empty_prompt.jsonl"
+    path.write_text(json.dumps({"prompt": "", "completion": "abc"}) + "\n")
+    out = io.StringIO()
+    train(config_for(dataset=str(path), max_steps=1), PlainConsole(out))
+    assert f"warning: {path}: no token left out of the loss, not even the prompt's: 1 row (1)" in out.getvalue()
+
+
 def test_what_is_wrong_is_found_before_weights_are_read(config_for, tmp_path, monkeypatch) -> None:
     def too_late(*args, **kwargs):
         raise AssertionError("something of the model's size was allocated or read")

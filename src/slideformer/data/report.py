@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from slideformer.data.encode import Remark, Sample
 from slideformer.data.formats import Reason
 
+UNWANTED = (Remark.UNTERMINATED, Remark.UNMASKED)
 MAX_LISTED = 8  # row numbers a line of the report names before it says how many more there are
 
 
@@ -30,8 +31,12 @@ class FileReport:
         rows = f"{self.rows_kept:,} of {self.rows_read:,} rows for {self.role}"
         lines = [f"{self.path}: {rows}, {self.tokens:,} tokens, {self.target_tokens:,} supervised{share}"]
         lines += [f"  left out, {reason}: {_listed(rows)}" for reason, rows in self.dropped.items()]
-        lines += [f"  {remark}: {_listed(rows)}" for remark, rows in self.remarks.items()]
+        lines += [f"  {remark}: {_listed(rows)}" for remark, rows in self.remarks.items() if remark not in UNWANTED]
         return lines
+
+    def warnings(self) -> list[str]:
+        """What is allowed but hardly ever meant."""
+        return [f"{self.path}: {r}: {_listed(rows)}" for r, rows in self.remarks.items() if r in UNWANTED]
 
     def count(self, sample: Sample, row_number: int) -> None:
         """Add one sample's tokens and remarks."""

@@ -98,6 +98,8 @@ def _tell_data(dataset: Dataset, console: Console) -> None:
     for report in dataset.reports:
         for line in report.lines():
             console.note(line)
+        for warning in report.warnings():
+            console.warn(warning)
 
 
 def _make_folder(folder: Path) -> None:
@@ -164,14 +166,14 @@ class _Run:
         self._tokens_seen += step.batch.num_input_tokens
         self._targets_seen += step.batch.num_target_tokens
         self._nonfinite_steps += nonfinite
-        self._interval.add(loss, step.batch)
+        self._interval.add(None if nonfinite else loss, step.batch)
         if step.number % self.config.logging_steps and step.number != self.num_steps:
             return
         speed = self._interval.close()
         metrics = {
             "global_step": step.number,
             "epoch": round(step.batch.epoch, 4),
-            "loss": None if nonfinite else speed.loss,
+            "loss": speed.loss,
             "grad_norm": None if nonfinite else norm,
             "learning_rate": step.learning_rate,
             "num_input_tokens_seen": self._tokens_seen,
@@ -253,7 +255,7 @@ def _failure(error: LaneFailure, step: Submitted | None) -> RunFailed:
 
 @dataclass(frozen=True, slots=True)
 class _Speed:
-    loss: float
+    loss: float | None  # None when no step had a finite one
     step_s: float
     tokens_per_second: float
 
@@ -273,19 +275,22 @@ class _Interval:
     def _begin(self) -> None:
         self._loss_sum, self._targets, self._tokens, self._steps, self._seconds = 0.0, 0, 0, 0, 0.0
 
-    def add(self, loss: float, batch: StepBatch) -> None:
+    def add(self, loss: float | None, batch: StepBatch) -> None:
+        """Count a step that ends now. loss: None when it was not finite."""
         now = time.perf_counter()
         elapsed, self._since = now - self._since, now
         self._durations = [*self._durations[1 - SPEED_OVER_STEPS :], elapsed]
-        self._loss_sum += loss * batch.num_target_tokens
-        self._targets += batch.num_target_tokens
+        if loss is not None:
+            self._loss_sum += loss * batch.num_target_tokens
+            self._targets += batch.num_target_tokens
         self._tokens += batch.num_input_tokens
         self._steps += 1
         self._seconds += elapsed
 
     def close(self) -> _Speed:
         """Mean loss per target token, seconds a step, tokens a second since the last close."""
-        speed = _Speed(self._loss_sum / self._targets, self._seconds / self._steps, self._tokens / self._seconds)
+        loss = self._loss_sum / self._targets if self._targets else None
+        speed = _Speed(loss, self._seconds / self._steps, self._tokens / self._seconds)
         self._begin()
         return speed
 
