@@ -50,6 +50,7 @@ class TrainConfig(BaseModel):
     model_name_or_path: str
     attn_implementation: Literal["auto", "eager", "sdpa"] = "auto"
     disable_dropout: bool = False
+    use_liger_kernel: bool = False  # elementwise kernels of the liger-kernel package in the blocks, on a GPU
     freeze: tuple[str, ...] = ()  # regular expressions searched in parameter names
 
     # Data
@@ -91,10 +92,11 @@ class TrainConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     bf16: Literal["auto"] | bool = "auto"  # auto: on a GPU yes, on a CPU no (fp32 is faster there on most of them)
     window: int = Field(2, ge=1)  # blocks on the device at a time
-    tile_numel: int = Field(4 * 2**20, ge=1)  # elements of one transfer and update; 8 MiB as bf16
+    tile_numel: int = Field(16 * 2**20, ge=1)  # elements of one transfer and update; 32 MiB as bf16
     grad_slots: int = Field(2, ge=1)
     ring: int = Field(4, ge=2)  # staging buffers of one tile
-    offload_activations: Literal["auto", "cpu", "none"] = "auto"  # auto: on a GPU cpu, on a CPU none
+    offload_activations: Literal["auto", "cpu", "none"] = "auto"  # auto: what the device has no room for
+    update_ahead: Literal["auto", "none"] = "auto"  # second copies of some state, where clipping would cost time
     max_gpu_memory: int | None = Field(None, ge=1)
     max_host_memory: int | None = Field(None, ge=1)
     ignore_memory_limits: bool = False  # warn instead of ending where a limit will be exceeded

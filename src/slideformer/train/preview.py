@@ -112,7 +112,7 @@ def preview(
     """
     kind = config.device if config.device != "auto" else "cuda" if cuda_available() else "cpu"
     decoder = build_decoder(config, kind, torch.device("cpu"))
-    options = engine_options(config, kind)
+    options = engine_options(config)
     step_options = options.step_options(decoder.layout, decoder.dtype)
     plan = build_step(decoder.layout, step_options)
     prove(plan, decoder.layout, step_options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -27,13 +28,14 @@ def build_decoder(config: TrainConfig, device_kind: str, device: torch.device) -
         attn_implementation=config.attn_implementation,
         frozen=config.freeze,
         disable_dropout=config.disable_dropout,
+        use_liger_kernel=config.use_liger_kernel,
         device=device,
     )
 
 
-def engine_options(config: TrainConfig, device_kind: str) -> EngineOptions:
+def engine_options(config: TrainConfig) -> EngineOptions:
     """Sizes and rules for the engine. Evaluation batches use the same buffers, so the larger of both counts."""
-    keeps_all = config.offload_activations == "none" or (config.offload_activations == "auto" and device_kind == "cpu")
+    saved: dict[str, int | None | Literal["auto"]] = {"auto": "auto", "cpu": 0, "none": None}
     return EngineOptions(
         micro_batch_size=max(config.per_device_train_batch_size, config.eval_batch_size),
         max_length=config.max_length,
@@ -41,7 +43,8 @@ def engine_options(config: TrainConfig, device_kind: str) -> EngineOptions:
         window=config.window,
         grad_slots=config.grad_slots,
         ring=config.ring,
-        saved_on_device=None if keeps_all else 0,
+        saved_on_device=saved[config.offload_activations],
+        ahead="auto" if config.update_ahead == "auto" else (),
         update=config.update_program,
         max_grad_norm=config.max_grad_norm,
         on_nonfinite=config.on_nonfinite,

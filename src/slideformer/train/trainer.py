@@ -72,7 +72,7 @@ def train(config: TrainConfig, console: Console) -> Path:
         record = RunRecord(target, config, {"data": [report.as_dict() for report in dataset.reports]})
         with (
             StopRequests() as stop,
-            Engine(decoder, device, engine_options(config, device.kind)) as engine,
+            Engine(decoder, device, engine_options(config)) as engine,
             MetricsFile(target / "metrics.jsonl") as metrics_file,
         ):
             weights.load(source, decoder.layout, engine.write, names=decoder.names)
