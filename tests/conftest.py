@@ -10,5 +10,6 @@ torch.set_num_threads(2)
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
+
 # tests/gpu needs a GPU; `make gpu` runs it there. The logic behind it runs here on the CPU device.
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
