@@ -16,18 +16,17 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from slideformer.errors import BadInput
 from slideformer.layout import Layout, Param
+from slideformer.model import tensorfile
 
 Write = Callable[[int, int, torch.Tensor], None]
 Read = Callable[[int, int, int], torch.Tensor]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _UNFINISHED = ".saving"  # folder inside the target; files are renamed out of it when all of them are complete
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NAMES = {dtype: name for name, dtype in _FLOATS.items()}
+_FLOATS = {name: dtype for name, dtype in tensorfile.DTYPES.items() if dtype.is_floating_point}
 # Buffers that older checkpoints of many families store and that the model computes for itself.
 _IGNORED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$")
 
@@ -45,18 +44,6 @@ class CheckpointNames:
     base_prefix: str = ""
     tied_copy: str | None = None
     ignored: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One tensor in a file."""
-
-    file: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int  # byte in the file
-    nbytes: int
 
 
 def check(folder: Path | str, layout: Layout, *, names: CheckpointNames) -> None:
@@ -88,7 +75,7 @@ def load(
     converted = torch.empty(numel, dtype=dtype)
     for entry, unit, offset in matched:
         start = 0
-        for piece in _pieces(entry, numel, buffer):
+        for piece in tensorfile.pieces(entry, numel, buffer):
             values = converted[: len(piece)].copy_(piece)
             if not all(end.isfinite() for end in values.aminmax()):  # one pass, no mask; NaN is both min and max
                 raise BadInput(
@@ -126,7 +113,7 @@ def save(
                   for i in range(len(shards))]  # fmt: skip
     for file_name, shard in zip(file_names, shards, strict=True):
         with open(unfinished / file_name, "wb") as file:
-            _write_shard(file, shard, read, dtype, names, layout.tile_numel)
+            tensorfile.write(file, _tensors(shard, read, dtype, names), piece_numel=layout.tile_numel)
             _flush(file)
     texts = dict(beside or {})
     if len(shards) > 1:
@@ -194,30 +181,19 @@ def _shards(layout: Layout, itemsize: int, max_nbytes: int) -> list[list[_Placed
     return shards
 
 
-def _write_shard(
-    file: BinaryIO, shard: list[_Placed], read: Read, dtype: torch.dtype, names: CheckpointNames, piece_numel: int
-) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for _, _, param in shard:
-        end = position + param.numel * dtype.itemsize
-        name = names.stored.get(param.name, param.name)
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(param.shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data is aligned in the file
-    file.write(len(text).to_bytes(8, "little") + text)
-    for unit, offset, param in shard:
-        for start in range(0, param.numel, piece_numel):
-            stop = min(start + piece_numel, param.numel)
-            values = read(unit, offset + start, offset + stop).to(dtype).contiguous()
-            assert values.shape == (stop - start,), f"read({unit}, ...) gave {tuple(values.shape)} for {stop - start}"
-            file.write(values.view(torch.uint8).numpy())
+def _tensors(shard: list[_Placed], read: Read, dtype: torch.dtype, names: CheckpointNames) -> list[tensorfile.Writing]:
+    def reader(unit: int, offset: int) -> Callable[[int, int], torch.Tensor]:
+        return lambda start, stop: read(unit, offset + start, offset + stop).to(dtype)
+
+    return [
+        tensorfile.Writing(names.stored.get(p.name, p.name), dtype, p.shape, p.numel, reader(unit, offset))
+        for unit, offset, p in shard
+    ]
 
 
 def _match(
     folder: Path, layout: Layout, names: CheckpointNames
-) -> tuple[list[tuple[_Entry, int, int]], tuple[_Entry, _Entry] | None]:
+) -> tuple[list[tuple[tensorfile.Entry, int, int]], tuple[tensorfile.Entry, tensorfile.Entry] | None]:
     """Where each parameter is stored, in file order, and the pair to compare if the tied projection is stored too."""
     entries = _entries(folder)
     wanted = {param.name: (param, unit, offset) for unit, offset, param in _placed(layout)}
@@ -260,7 +236,7 @@ def _output_name(layout: Layout) -> str:
     return layout.units[layout.output].params[0].name
 
 
-def _check_entry(entry: _Entry, param: Param) -> None:
+def _check_entry(entry: tensorfile.Entry, param: Param) -> None:
     if entry.dtype not in _FLOATS:
         raise BadInput(
             f"{entry.file}: {entry.name} is stored as {entry.dtype}; weights must be stored as one of "
@@ -273,7 +249,7 @@ def _check_entry(entry: _Entry, param: Param) -> None:
         )
 
 
-def _entries(folder: Path) -> dict[str, _Entry]:
+def _entries(folder: Path) -> dict[str, tensorfile.Entry]:
     """Every tensor in the folder's checkpoint by name, from the headers."""
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder; give the folder of a Hugging Face checkpoint.")
@@ -281,14 +257,14 @@ def _entries(folder: Path) -> dict[str, _Entry]:
     if not indexed and not (folder / SINGLE).is_file():
         raise BadInput(_no_weights(folder))
     if not indexed:
-        return _header(folder / SINGLE)
+        return tensorfile.read_header(folder / SINGLE)
     weight_map = _weight_map(folder / INDEX)
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, tensorfile.Entry] = {}
     for file_name in sorted(set(weight_map.values())):
         path = folder / file_name
         if not path.is_file():
             raise BadInput(f"{folder / INDEX} names {file_name}, which is not there: download or copy it again.")
-        for name, entry in _header(path).items():
+        for name, entry in tensorfile.read_header(path).items():
             if name in entries:
                 raise BadInput(
                     f"{path} holds {name}, and so does {entries[name].file.name}; each tensor must be stored once: "
@@ -321,46 +297,12 @@ def _no_weights(folder: Path) -> str:
     return f"{folder} holds neither {SINGLE} nor {INDEX}: give the folder of a complete checkpoint."
 
 
-def _header(path: Path) -> dict[str, _Entry]:
-    try:
-        with safe_open(path, framework="pt"):  # checks lengths, offsets, overlaps and coverage
-            pass
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise BadInput(
-            f"{path} is not a complete safetensors file ({error}; {path.stat().st_size} bytes): copy it again."
-        ) from error
-    header.pop("__metadata__", None)
-    entries = {}
-    for name, info in header.items():
-        start, stop = info["data_offsets"]
-        entries[name] = _Entry(path, name, info["dtype"], tuple(info["shape"]), 8 + length + start, stop - start)
-    return entries
-
-
-def _pieces(entry: _Entry, numel: int, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor's values as stored, in flat order, `numel` at a time, as views of `buffer` (bytes)."""
-    dtype = _FLOATS[entry.dtype]
-    step = numel * dtype.itemsize
-    with open(entry.file, "rb", buffering=0) as file:
-        file.seek(entry.start)
-        for start in range(0, entry.nbytes, step):
-            nbytes = min(step, entry.nbytes - start)
-            view, done = memoryview(buffer.numpy())[:nbytes], 0
-            while done < nbytes:
-                got = file.readinto(view[done:])
-                if not got:
-                    raise BadInput(f"{entry.file} ended in the middle of {entry.name}: copy it again.")
-                done += got
-            yield buffer[:nbytes].view(dtype)
-
-
-def _compare(table: _Entry, copy: _Entry, numel: int) -> None:
+def _compare(table: tensorfile.Entry, copy: tensorfile.Entry, numel: int) -> None:
     """The config ties the output projection to the table: then a stored copy must be the same numbers."""
     buffers = [torch.empty(numel * _FLOATS[e.dtype].itemsize, dtype=torch.uint8) for e in (table, copy)]
-    for a, b in zip(_pieces(table, numel, buffers[0]), _pieces(copy, numel, buffers[1]), strict=True):
+    for a, b in zip(
+        tensorfile.pieces(table, numel, buffers[0]), tensorfile.pieces(copy, numel, buffers[1]), strict=True
+    ):
         if not torch.equal(a.to(torch.float32), b.to(torch.float32)):
             raise BadInput(
                 f"{copy.file}: {copy.name} differs from {table.name}, but config.json ties them (tie_word_embeddings "
