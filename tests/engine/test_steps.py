@@ -22,6 +22,7 @@ from engine.toys import (
     write_weights,
 )
 from slideformer.data.batches import MicroBatch
+from slideformer.engine.feed import build_feed
 from slideformer.errors import BadInput
 
 PROGRAMS = pytest.mark.parametrize("program", [EAGER, DEFERRED], ids=["eager", "deferred"])
@@ -136,11 +137,16 @@ def test_right_padding_gives_the_same_with_and_without_a_mask():
     right = torch.ones_like(micro.input_ids)
     right[1, -5:] = 0
     labels = micro.labels.masked_fill(right == 0, -100)
-    options = toy_options(**EAGER)
+    decoder, options = toy_decoder("qwen2"), toy_options(**EAGER)
+    shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
     outcomes = []
     for mask in (right, right.bool(), None):
-        with engine_on(toy_decoder("qwen2"), options) as engine:
-            outcomes.append(run_engine(engine, [([MicroBatch(micro.input_ids, labels, mask)], LR)]))
+        batch = [MicroBatch(micro.input_ids, labels, mask)]
+        feed = build_feed(batch, shape, decoder.layout, None)
+        assert feed.micro[0].attention_mask is None, "no causal query sees what lies to its right"
+        assert feed.num_tokens == (19 if mask is not None else 24)
+        with engine_on(decoder, options) as engine:
+            outcomes.append(run_engine(engine, [(batch, LR)]))
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 

@@ -230,6 +230,28 @@ def test_whoever_follows_the_advice_fits_and_no_part_of_it_is_needless(share, de
             require(decoder, follow(rest, options) if rest else options, device_kind)
 
 
+@pytest.mark.parametrize(
+    ("share", "advice"),
+    [
+        (0.97, "grad_slots: 1"),
+        (0.8, "offload_activations: cpu"),
+        (0.6, "grad_slots: 1, offload_activations: cpu, window: 1"),
+        (
+            0.5,
+            "grad_slots: 1, offload_activations: cpu, window: 1, per_device_train_batch_size: 4, "
+            "gradient_accumulation_steps: 4",
+        ),
+    ],
+)
+def test_what_costs_only_speed_is_advised_before_what_changes_the_run(share, advice):
+    decoder = toy_decoder(dtype=torch.bfloat16)
+    options = toy_options(micro_batch_size=8, max_length=64, micro_batches=2, window=3)
+    limit = int(share * budget_for(decoder, options).device_nbytes)
+    with pytest.raises(DoesNotFit) as error:
+        require(decoder, replace(options, max_gpu_memory=limit), "cuda")
+    assert str(error.value).endswith(f"Cheapest change that makes it fit: {advice}")
+
+
 def test_a_limit_may_be_ignored_with_a_warning(caplog):
     decoder = tiny_decoder()
     options = toy_options(max_host_memory=1000, ignore_memory_limits=True)
