@@ -30,6 +30,8 @@ NULL_MEANS = {
     "val_size": 0,
     "per_device_eval_batch_size": 0,
     "eval_strategy": "no",
+    "save_strategy": "no",
+    "resume_from_checkpoint": False,
 }
 
 
@@ -105,7 +107,10 @@ class TrainConfig(BaseModel):
     # Output
     output_dir: str = "runs/train"
     save_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: as in the model's config
-    save_strategy: Literal["no"] = "no"  # checkpoints during training; the end result is always saved
+    save_strategy: Literal["no", "steps", "epoch"] = "no"  # checkpoints; the end result is always saved
+    save_steps: int | None = Field(None, ge=1)
+    save_total_limit: int | None = Field(2, ge=1)  # checkpoints that are kept; null: all
+    resume_from_checkpoint: bool | str = False  # a checkpoint's folder; true: the newest; auto: the newest, if any
     report_to: Literal["none"] = "none"
     logging_steps: int = Field(1, ge=1)
     eval_strategy: Literal["no", "steps", "epoch"] = "no"
@@ -179,6 +184,8 @@ class TrainConfig(BaseModel):
             filled["warmup_ratio"] = 0.0 if filled.get("lr_scheduler_type") == "constant" else DEFAULT_WARMUP_RATIO
         if "eval_strategy" not in filled and (filled.get("eval_dataset") or filled.get("val_size")):
             filled["eval_strategy"] = "steps" if filled.get("eval_steps") else "epoch"
+        if "save_strategy" not in filled and filled.get("save_steps"):
+            filled["save_strategy"] = "steps"
         if filled.get("data_seed") is None:
             filled["data_seed"] = filled.get("seed", cls.model_fields["seed"].default)
         return filled
@@ -195,6 +202,7 @@ class TrainConfig(BaseModel):
         has_eval = bool(self.eval_dataset) or self.val_size > 0
         constant = self.lr_scheduler_type == "constant"
         return [
+            *self._rules_of_moments(has_eval),
             (
                 self.update == "eager" and self.max_grad_norm > 0,
                 "update: eager cannot clip (it updates before the norm is known), and "
@@ -225,6 +233,15 @@ class TrainConfig(BaseModel):
                 f"val_size is {self.val_size:g}: give a number of rows, or a share below 1",
             ),
             (
+                abspath(self.output_dir) == abspath(self.model_name_or_path),
+                f"output_dir is the model's own folder, {self.output_dir}, which it would overwrite: choose another",
+            ),
+        ]
+
+    def _rules_of_moments(self, has_eval: bool) -> list[tuple[bool, str]]:
+        """When there are evaluations and checkpoints."""
+        return [
+            (
                 self.eval_strategy != "no" and not has_eval,
                 f"eval_strategy is {self.eval_strategy}, but there is nothing to evaluate: "
                 + "give eval_dataset or val_size",
@@ -242,8 +259,16 @@ class TrainConfig(BaseModel):
                 f"eval_steps is given, but eval_strategy is {self.eval_strategy}: set eval_strategy: steps",
             ),
             (
-                abspath(self.output_dir) == abspath(self.model_name_or_path),
-                f"output_dir is the model's own folder, {self.output_dir}, which it would overwrite: choose another",
+                self.save_strategy == "steps" and self.save_steps is None,
+                "save_strategy is steps, but save_steps is not given: say after how many steps",
+            ),
+            (
+                self.save_steps is not None and self.save_strategy != "steps",
+                f"save_steps is given, but save_strategy is {self.save_strategy}: set save_strategy: steps",
+            ),
+            (
+                self.resume_from_checkpoint == "",
+                "resume_from_checkpoint is empty: give a checkpoint's folder, true or auto",
             ),
         ]
 

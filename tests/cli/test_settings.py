@@ -42,7 +42,7 @@ def complaint(load, tmp_path: Path) -> Callable[..., str]:
     [
         ("lerning_rate: 1e-5", "3: unknown key lerning_rate: did you mean learning_rate?"),
         ("learning_rate: fast", "3: learning_rate: found 'fast', should be a valid number"),
-        ("save_steps: 5", "3: save_steps is not available in this version: leave it out"),
+        ("run_name: a", "3: run_name is not available in this version: leave it out"),
         ("packing: true", "3: packing: found True, should be False (nothing else is available in this version)"),
         ("bf16: maybe", "3: bf16: found 'maybe', should be 'auto' or should be a valid boolean"),
         ("lr: 1\nlearning_rate: 2", "4: lr and learning_rate are both learning_rate (also at train.yaml:3): keep one"),

@@ -86,6 +86,8 @@ ALIASES: dict[str, str] = {
     "val_set_size": "val_size",
     "val_split_fraction": "val_size",
     "evaluation_strategy": "eval_strategy",
+    "save_interval": "save_steps",
+    "resume": "resume_from_checkpoint",
     "out_dir": "output_dir",
     "force": "ignore_memory_limits",
 }
@@ -96,11 +98,17 @@ CONVERTED: dict[str, Callable[[object], object]] = {
     "torch_dtype": _dtype_as_bf16,
     "dtype": _dtype_as_bf16,
 }
-ONE_VALUE_YET = ("packing", "save_strategy", "report_to")
+ONE_VALUE_YET = ("packing", "report_to")
 NOT_YET = frozenset(
     (
-        *("save_steps", "save_interval", "save_total_limit", "resume_from_checkpoint", "resume", "run_name"),
-        *("num_workers", "dataloader_num_workers", "dataset_num_proc", "preprocessing_num_workers", "max_samples"),
+        *(
+            "run_name",
+            "num_workers",
+            "dataloader_num_workers",
+            "dataset_num_proc",
+            "preprocessing_num_workers",
+            "max_samples",
+        ),
         *("push_to_hub", "hub_model_id", "lr_scheduler_kwargs", "placement", "offload_dir"),
         *("offload_optimizer", "nvme_offload_fraction", "ac_offload_nvme"),
     )

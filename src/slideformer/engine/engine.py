@@ -25,8 +25,9 @@ from slideformer.engine.run import Run, StepResult
 from slideformer.errors import BadInput, RunFailed
 from slideformer.layout import UnitKind
 from slideformer.memory import Budget, State, allocate
+from slideformer.memory.state import PlaneName
 from slideformer.model.decoder import Decoder
-from slideformer.native import HostKernels, available_cpus, load
+from slideformer.native import HostKernels, Planes, available_cpus, load
 from slideformer.schedule import Plan, build_evaluation, build_step, prove
 
 
@@ -124,13 +125,31 @@ class Engine:
         After a step that failed before it wrote anything: the weights of the step before. Raises RunFailed when it has
         left the state torn.
         """
+        self._require_whole()
+        return self.state.read(unit, start, stop)
+
+    def planes(self, unit: int) -> Planes:
+        """The unit's state itself, no copy: to be read before the next step. Waits and raises as `read`."""
+        self._require_whole()
+        return self.state.planes(unit)
+
+    def restore(self, unit: int, plane: PlaneName, offset: int, values: torch.Tensor) -> None:
+        """Set elements of one plane of the state as `planes` gave them. Waits for steps under way."""
+        self.executor.synchronize()
+        self.state.restore(unit, plane, offset, values)
+
+    def restore_num_updates(self, num_updates: int) -> None:
+        """Go on as if so many steps had been applied. Waits for steps under way."""
+        self.executor.synchronize()
+        self._host.updates.num_updates = num_updates
+
+    def _require_whole(self) -> None:
         self.executor.wait_idle()
         if self.executor.torn():
             raise RunFailed(
                 "the last step failed after some weights were updated, so the state is torn and cannot be saved; "
                 "start again from the last checkpoint"
             )
-        return self.state.read(unit, start, stop)
 
     # work
 

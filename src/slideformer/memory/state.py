@@ -8,7 +8,7 @@ either: 2 bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,6 +19,9 @@ from slideformer.native import HostKernels, Planes
 
 PIECE_NUMEL = 1 << 22
 """Elements split or joined at a time when weights are read or written, so that temporaries stay small (16 MiB)."""
+
+
+PlaneName = Literal["weight", "residual", "exp_avg", "exp_avg_sq"]  # the fields of Planes
 
 
 class Moments(NamedTuple):
@@ -134,6 +137,17 @@ class State:
     @property
     def moments(self) -> list[Moments]:
         return [Moments(*self._current(u)[2:]) for u in range(len(self._copies))]
+
+    def planes(self, unit: int) -> Planes:
+        """The unit's current state itself, no copy. Of it, residuals and moments end where the trained part ends."""
+        return self._current(unit)
+
+    def restore(self, unit: int, plane: PlaneName, offset: int, values: torch.Tensor) -> None:
+        """Set elements of one plane, bit for bit. values: 1-D, of the plane's dtype, host."""
+        for planes in self._copies[unit]:  # both, so that it does not matter which one is current
+            target: torch.Tensor = getattr(planes, plane)
+            assert values.dtype is target.dtype, f"{plane} is {target.dtype}, not {values.dtype}"
+            target[offset : offset + values.numel()].copy_(values)
 
     @property
     def nbytes(self) -> int:

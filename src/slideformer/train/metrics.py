@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self, TextIO
 
+METRICS = "metrics.jsonl"
 Metrics = Mapping[str, float | int | None]
 
 
 class MetricsFile:
-    """metrics.jsonl of a run, started anew. Context manager; a line is on disk when `write` returns."""
+    """metrics.jsonl of a run. Context manager; a line is in the file when `write` returns, on disk after `flush`."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, kept: str = "") -> None:
+        """kept: the lines to start with (see `lines_until`)."""
+        self._path, self._kept = path, kept
 
     def __enter__(self) -> Self:
-        self._file: TextIO = self._path.open("w", encoding="utf-8")
+        partial = self._path.with_name(f".{self._path.name}")
+        partial.write_text(self._kept, encoding="utf-8")
+        partial.replace(self._path)
+        self._file: TextIO = self._path.open("a", encoding="utf-8")
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -34,6 +40,24 @@ class MetricsFile:
         finite = {k: v if v is None or math.isfinite(v) else None for k, v in metrics.items()}
         self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
+
+    def flush(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def lines_until(path: Path, step: int, *, evaluated: bool) -> str:
+    """The lines of a run up to a step, torn ones left out. evaluated: with those of the evaluation after it."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            metrics = json.loads(line)
+            number = int(metrics["global_step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if number < step or (number == step and (evaluated or "loss" in metrics)):
+            kept.append(line + "\n")
+    return "".join(kept)
 
 
 def evaluation_metrics(name: str, loss_sum: float, num_target_tokens: int) -> dict[str, float]:

@@ -1,10 +1,16 @@
-"""Learning rates: closed forms of the step, the same as transformers' schedules of these names."""
+"""How many steps a run has, and their rates: closed forms of the step, as transformers' schedules of these names."""
 
 from __future__ import annotations
 
 import math
 
 from slideformer.config import TrainConfig
+from slideformer.data import Batches
+
+
+def num_steps(config: TrainConfig, batches: Batches) -> int:
+    """Steps of the whole run, from its beginning."""
+    return batches.num_steps(epochs=config.num_train_epochs, max_steps=config.max_steps)
 
 
 def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:

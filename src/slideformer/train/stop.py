@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: the first asks the run to end after the step it is in, the second ends it at once."""
+"""Ctrl-C and SIGTERM: the first asks the run to end after the step it is in, the second ends it at once.
+
+SIGUSR1 asks for a checkpoint after that step, and the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,17 @@ class Stopped(Exception):  # noqa: N818 nothing went wrong
 
 
 class StopRequests:
-    """Catches SIGINT and SIGTERM while it is entered. Only in the main thread."""
+    """Catches SIGINT, SIGTERM and SIGUSR1 while it is entered. Only in the main thread."""
 
     def __init__(self) -> None:
         self._signum: int | None = None
+        self._save_asked = False
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
         for signum in (signal.SIGINT, signal.SIGTERM):
             self._previous[signum] = signal.signal(signum, self._caught)
+        self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._caught_save)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -35,6 +40,19 @@ class StopRequests:
         if self._signum is not None:
             raise Stopped(signum, "at once, because it was the second signal")
         self._signum = signum
+
+    def _caught_save(self, _signum: int, _frame: FrameType | None) -> None:
+        self._save_asked = True
+
+    @property
+    def asked(self) -> bool:
+        """A signal has come that ends the run."""
+        return self._signum is not None
+
+    def take_save(self) -> bool:
+        """Whether a checkpoint was asked for since the last call."""
+        asked, self._save_asked = self._save_asked, False
+        return asked
 
     def raise_if_asked(self, where: str) -> None:
         """Raise Stopped if a signal has come. where: what to say about how far the run is."""

@@ -21,11 +21,14 @@ from slideformer.memory import size
 from slideformer.model import weights
 from slideformer.model.folder import read_config
 from slideformer.model.parity import check_parity
+from slideformer.train.checkpoint import LoggedSums, Progress
 from slideformer.train.console import Console
-from slideformer.train.metrics import Metrics, MetricsFile, evaluation_metrics
+from slideformer.train.metrics import METRICS, Metrics, MetricsFile, evaluation_metrics, lines_until
 from slideformer.train.record import RunRecord
+from slideformer.train.resume import find_origin
+from slideformer.train.retention import Saver
 from slideformer.train.save import save
-from slideformer.train.schedule import learning_rate
+from slideformer.train.schedule import learning_rate, num_steps
 from slideformer.train.setup import build_decoder, engine_options, save_dtype
 from slideformer.train.stop import Stopped, StopRequests
 
@@ -69,26 +72,27 @@ def train(config: TrainConfig, console: Console) -> Path:
         decoder = build_decoder(config, device.kind, device.torch_device)
         weights.check(source, decoder.layout, names=decoder.names)
         _make_folder(target)
+        origin = find_origin(config, batches, decoder, device.kind, console)
         record = RunRecord(target, config, {"data": [report.as_dict() for report in dataset.reports]})
-        with (
-            StopRequests() as stop,
-            Engine(decoder, device, engine_options(config)) as engine,
-            MetricsFile(target / "metrics.jsonl") as metrics_file,
-        ):
-            weights.load(source, decoder.layout, engine.write, names=decoder.names)
-            run = _Run(config, engine, device, batches, evaluation, console, metrics_file, stop)
-            stop.raise_if_asked("before the first step: nothing was saved")
-            record.write("running", device=device.kind, num_steps=run.num_steps, memory=engine.memory())
-            run.tell_start()
-            try:
-                run.loop()
-                save(engine, source, target, save_dtype(config, decoder))
-            except Stopped:
-                record.write("stopped", last_metrics=run.last_metrics)
-                raise
-            except BaseException as error:
-                record.write("failed", last_metrics=run.last_metrics, error=str(error))
-                raise
+        with StopRequests() as stop, Engine(decoder, device, engine_options(config)) as engine:
+            progress = origin.load(engine, source, console)
+            kept = lines_until(target / METRICS, progress.step, evaluated=progress.evaluated) if progress.step else ""
+            with MetricsFile(target / METRICS, kept=kept) as metrics_file:
+                saver = origin.saver(config, engine, console)
+                run = _Run(config, engine, device, batches, evaluation, console, metrics_file, stop, saver, progress)
+                run.stop_if_asked("before the first step", progress.step)
+                facts = {"device": device.kind, "num_steps": run.num_steps, "memory": engine.memory()}
+                record.write("running", **facts, first_step=progress.step + 1)
+                run.tell_start()
+                try:
+                    run.loop()
+                    save(engine, source, target, save_dtype(config, decoder))
+                except Stopped:
+                    record.write("stopped", last_metrics=run.last_metrics)
+                    raise
+                except BaseException as error:
+                    record.write("failed", last_metrics=run.last_metrics, error=str(error))
+                    raise
             record.write("finished", last_metrics=run.last_metrics)
     console.note(f"the model is in {target}")
     return target
@@ -122,32 +126,75 @@ class _Run:
         console: Console,
         metrics_file: MetricsFile,
         stop: StopRequests,
+        saver: Saver | None,
+        progress: Progress,
     ) -> None:
         self.config, self.engine, self.device, self.batches = config, engine, device, batches
         self.evaluation, self.console, self.metrics_file, self.stop = evaluation, console, metrics_file, stop
-        self.num_steps = batches.num_steps(epochs=config.num_train_epochs, max_steps=config.max_steps)
+        self.saver, self._start, self._saved_step = saver, progress, progress.step
+        self.num_steps = num_steps(config, batches)
         self.last_metrics: dict[str, float | int | None] = {}
-        self._interval = _Interval()
-        self._tokens_seen, self._targets_seen, self._nonfinite_steps = 0, 0, 0
+        self._interval = _Interval(progress.logged)
+        self._tokens_seen, self._targets_seen = progress.num_input_tokens_seen, progress.num_target_tokens_seen
+        self._nonfinite_steps = progress.nonfinite_steps
 
     def loop(self) -> None:
-        """Every step, its metrics, and the evaluations between them."""
-        if self.config.eval_on_start:
-            self.evaluate(0, 0.0)
+        """Every step, its metrics, and the evaluations and checkpoints between them."""
+        first = self._start.step
+        if self.config.eval_on_start if first == 0 else not self._start.evaluated:
+            self.evaluate(first, self.batches.step(first - 1).epoch if first else 0.0)
         self._interval.restart()
         waiting: Submitted | None = None
-        for index in range(self.num_steps):
+        for index in range(first, self.num_steps):
             submitted = self._submit(index, waiting)
             if waiting is not None:
                 self._finish(waiting)
             waiting = submitted
-            if self._evaluates_after(index) or index + 1 == self.num_steps:
+            saves = self._saves_after(index)
+            if saves or self._evaluates_after(index) or index + 1 == self.num_steps:
                 self._finish(waiting)
                 waiting = None
             if self._evaluates_after(index):
                 self.evaluate(index + 1, submitted.batch.epoch)
+            if saves:
+                self._save(index + 1, evaluated=True)
+            if waiting is None:
                 self._interval.restart()
-            self.stop.raise_if_asked(f"after step {index + 1} of {self.num_steps}: nothing was saved")
+            if self.saver is None or self._saved_step == index + 1:  # else a signal has come since, and waits a step
+                self.stop_if_asked(f"after step {index + 1} of {self.num_steps}", index + 1)
+
+    def _saves_after(self, index: int) -> bool:
+        """Whether a checkpoint is due after step `index`, from 0, or has been asked for. The last step has one."""
+        number, asked = index + 1, self.stop.take_save()
+        if self.saver is None:
+            if asked:
+                self.console.warn("SIGUSR1 asks for a checkpoint, but save_strategy is no: nothing is saved")
+            return False
+        every = self.config.save_steps or self.batches.steps_per_epoch
+        return asked or self.stop.asked or number % every == 0 or number == self.num_steps
+
+    def _save(self, step: int, *, evaluated: bool) -> None:
+        """Write the checkpoint of a step whose result has been read, unless the run started with it."""
+        if self.saver is None or self._saved_step == step:
+            return
+        self.metrics_file.flush()
+        progress = Progress(
+            step=step,
+            num_updates=self.engine.num_updates,
+            evaluated=evaluated,
+            num_input_tokens_seen=self._tokens_seen,
+            num_target_tokens_seen=self._targets_seen,
+            nonfinite_steps=self._nonfinite_steps,
+            logged=self._interval.sums(),
+        )
+        self.saver.save(progress)
+        self._saved_step = step
+
+    def stop_if_asked(self, where: str, step: int) -> None:
+        """Raise Stopped if a signal has come. where, step: how far the run is."""
+        saved = self.saver is not None and step > 0 and self._saved_step == step
+        what = f"go on from checkpoint-{step} with resume_from_checkpoint: auto" if saved else "nothing was saved"
+        self.stop.raise_if_asked(f"{where}: {what}")
 
     def _submit(self, index: int, waiting: Submitted | None) -> Submitted:
         batch = self.batches.step(index)
@@ -204,7 +251,9 @@ class _Run:
             for micro_batch in micro_batches:
                 loss, targets = self.engine.evaluate([micro_batch])
                 loss_sum, num_targets = loss_sum + loss, num_targets + targets
-                self.stop.raise_if_asked(f"in the evaluation after step {step}: nothing was saved")
+                if self.stop.asked:
+                    self._save(step, evaluated=False)
+                    self.stop_if_asked(f"in the evaluation after step {step}", step)
             metrics |= evaluation_metrics(name, loss_sum, num_targets)
         self._log(metrics)
         self.console.evaluation(metrics)
@@ -263,17 +312,28 @@ class _Speed:
 class _Interval:
     """Loss and speed between two log lines, and the mean time of the last steps. Evaluations do not count."""
 
-    def __init__(self) -> None:
+    def __init__(self, sums: LoggedSums | None = None) -> None:
         self._durations: list[float] = []
-        self._begin()
+        self._begin(sums or LoggedSums())
         self.restart()
 
     def restart(self) -> None:
         """Start the clock of the next step now; what was added stays."""
         self._since = time.perf_counter()
 
-    def _begin(self) -> None:
-        self._loss_sum, self._targets, self._tokens, self._steps, self._seconds = 0.0, 0, 0, 0, 0.0
+    def _begin(self, sums: LoggedSums) -> None:
+        self._loss_sum, self._targets, self._tokens = sums.loss_sum, sums.num_target_tokens, sums.num_input_tokens
+        self._steps, self._seconds = sums.num_steps, sums.seconds
+
+    def sums(self) -> LoggedSums:
+        """What has been added since the last close."""
+        return LoggedSums(
+            loss_sum=self._loss_sum,
+            num_target_tokens=self._targets,
+            num_input_tokens=self._tokens,
+            num_steps=self._steps,
+            seconds=self._seconds,
+        )
 
     def add(self, loss: float | None, batch: StepBatch) -> None:
         """Count a step that ends now. loss: None when it was not finite."""
@@ -291,7 +351,7 @@ class _Interval:
         """Mean loss per target token, seconds a step, tokens a second since the last close."""
         loss = self._loss_sum / self._targets if self._targets else None
         speed = _Speed(loss, self._seconds / self._steps, self._tokens / self._seconds)
-        self._begin()
+        self._begin(LoggedSums())
         return speed
 
     def mean_step_s(self) -> float:

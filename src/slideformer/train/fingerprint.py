@@ -1,0 +1,103 @@
+"""What a run computes, in values that can be compared: a checkpoint goes on only where they are the same.
+
+Sizes of the machinery (window, tiles, threads, how a step is split into micro-batches) are left out: the maths does
+not depend on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from pydantic import JsonValue
+
+from slideformer.config import TrainConfig
+from slideformer.data import Batches
+from slideformer.data.batches import Source
+from slideformer.layout import Layout
+from slideformer.model.decoder import Decoder
+from slideformer.train.record import versions
+from slideformer.train.schedule import num_warmup_steps
+
+MODEL = "config.json: "
+NOT_OF_THE_MODEL = frozenset(("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"))
+ROWS_A_STEP = "per_device_train_batch_size x gradient_accumulation_steps"
+SHOWN = 3
+
+
+def maths(config: TrainConfig, batches: Batches, decoder: Decoder, num_steps: int) -> dict[str, JsonValue]:
+    """Name -> value of all that the weights of a run follow from, the weights it starts with aside."""
+    found: dict[str, JsonValue] = {f"{MODEL}{key}": value for key, value in _model(decoder).items()}
+    found["trained parameters (freeze)"] = _trained(decoder.layout)
+    found["precision (bf16)"] = str(decoder.dtype).removeprefix("torch.")
+    for index, source in enumerate(batches.sources):
+        found[f"dataset[{index}]"] = _rows(source)
+    found["datasets"] = len(batches.sources)
+    found["data_seed"] = batches.seed
+    found[ROWS_A_STEP] = batches.rows_per_step
+    for name in ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"):
+        found[name] = getattr(config, name)
+    constant = config.lr_scheduler_type.startswith("constant")
+    found["lr_scheduler_type"] = "constant" if constant else config.lr_scheduler_type
+    found["steps of warm-up"] = num_warmup_steps(config, num_steps)
+    if not constant:  # else a run may be made longer
+        found["steps of the run (max_steps, num_train_epochs)"] = num_steps
+        found["min_lr_ratio"] = config.min_lr_ratio
+    return found
+
+
+def bits(config: TrainConfig, device_kind: str) -> dict[str, JsonValue]:
+    """Name -> value of what may change the last bits of a sum and nothing else."""
+    return {
+        "device": device_kind,
+        "per_device_train_batch_size": config.per_device_train_batch_size,
+        "attn_implementation": config.attn_implementation,
+        "use_liger_kernel": config.use_liger_kernel,
+        **{name: versions()[name] for name in ("torch", "transformers")},
+    }
+
+
+def differences(then: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> list[str]:
+    """`name was A and is now B`, in the order of `now`. A model setting that only one of two versions knows is none."""
+    names = [*now, *(name for name in then if name not in now)]
+    return [
+        f"{name} was {_shown(then.get(name))} and is now {_shown(now.get(name))}"
+        for name in names
+        if then.get(name) != now.get(name) and not (name.startswith(MODEL) and not (name in then and name in now))
+    ]
+
+
+def listed(sentences: list[str]) -> str:
+    """The first few."""
+    rest = len(sentences) - SHOWN
+    return "; ".join(sentences[:SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def _shown(value: JsonValue) -> str:
+    return "not there" if value is None else str(value)
+
+
+def _model(decoder: Decoder) -> dict[str, JsonValue]:
+    settings = json.loads(json.dumps(decoder.config.to_dict(), default=str))
+    return {k: v for k, v in sorted(settings.items()) if not k.startswith("_") and k not in NOT_OF_THE_MODEL}
+
+
+def _trained(layout: Layout) -> str:
+    params = [p for unit in layout.units for p in unit.params if p.trainable]
+    text = json.dumps(sorted((p.name, p.shape, p.decay) for p in params))
+    return f"{layout.train_numel} in {len(params)} tensors ({_digest(text.encode())})"
+
+
+def _rows(source: Source) -> str:
+    """What is learned, wherever the file lies: number, weight and content of the samples in their order."""
+    total = hashlib.blake2b(digest_size=8)
+    for sample in source.samples:
+        total.update(len(sample).to_bytes(8, "little"))
+        total.update(sample.input_ids.contiguous().numpy())
+        total.update(sample.labels.contiguous().numpy())
+    return f"{len(source.samples)} samples of weight {source.weight:g} ({total.hexdigest()})"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

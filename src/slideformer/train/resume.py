@@ -1,0 +1,132 @@
+"""Where a run starts: at the beginning with the model's weights, or at a checkpoint that belongs to it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import JsonValue
+
+from slideformer.config import TrainConfig
+from slideformer.data import Batches
+from slideformer.engine import Engine
+from slideformer.errors import BadInput
+from slideformer.model import weights
+from slideformer.model.decoder import Decoder
+from slideformer.train import checkpoint, fingerprint
+from slideformer.train.checkpoint import Checkpoint, Damaged, Progress
+from slideformer.train.console import Console
+from slideformer.train.retention import Saver, clean, numbered, require_space
+from slideformer.train.schedule import num_steps
+from slideformer.train.setup import save_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """found: checkpoints to start from, best first; empty: the beginning. maths, bits: see `fingerprint`."""
+
+    found: list[Checkpoint]
+    maths: dict[str, JsonValue]
+    bits: dict[str, JsonValue]
+
+    def load(self, engine: Engine, source: Path, console: Console) -> Progress:
+        """Set the engine's state. source: the model's folder, read at the beginning only."""
+        if not self.found:
+            weights.load(source, engine.layout, engine.write, names=engine.decoder.names)
+            return Progress(step=0, num_updates=0, evaluated=False)
+        loaded = _load_first(self.found, engine, console)
+        if differ := fingerprint.differences(loaded.record.bits, self.bits):
+            console.warn(f"the last bits may differ from an unbroken run's: {fingerprint.listed(differ)}")
+        return loaded.record.progress
+
+    def saver(self, config: TrainConfig, engine: Engine, console: Console) -> Saver | None:
+        return None if config.save_strategy == "no" else Saver(config, engine, console, self.maths, self.bits)
+
+
+def find_origin(config: TrainConfig, batches: Batches, decoder: Decoder, device_kind: str, console: Console) -> Origin:
+    """Look for checkpoints, clean up after killed runs, and check that there is room for those to come.
+
+    Raises BadInput (see `_candidates`) and DoesNotFit.
+    """
+    if config.save_strategy == "no" and not config.resume_from_checkpoint:
+        return Origin([], {}, {})
+    clean(Path(config.output_dir))
+    steps = num_steps(config, batches)
+    origin = Origin([], fingerprint.maths(config, batches, decoder, steps), fingerprint.bits(config, device_kind))
+    found = _candidates(config, origin.maths, console)
+    first = found[0].record.progress.step if found else 0
+    if first > steps:
+        raise BadInput(f"{found[0].folder} has {first} steps, and the run has {steps}: raise max_steps")
+    if config.save_strategy != "no":
+        every = config.save_steps or batches.steps_per_epoch
+        require_space(
+            config,
+            decoder.layout,
+            keep_residual=decoder.dtype is torch.float32,
+            model_nbytes=decoder.layout.numel * save_dtype(config, decoder).itemsize,
+            num_saves=steps // every - first // every + 1,
+        )
+    return Origin(found, origin.maths, origin.bits)
+
+
+def _candidates(config: TrainConfig, maths: dict[str, JsonValue], console: Console) -> list[Checkpoint]:
+    """Checkpoints to start from, best first; empty: from the beginning.
+
+    Raises BadInput: no complete one where one was asked for, one that does not belong to this config, or an
+    output_dir that has some while none was asked for.
+    """
+    asked, parent = config.resume_from_checkpoint, Path(config.output_dir)
+    if isinstance(asked, str) and asked != "auto":
+        try:
+            found = [checkpoint.open_checkpoint(Path(asked))]
+        except Damaged as error:
+            raise BadInput(f"resume_from_checkpoint: {asked} is no complete checkpoint: {error}") from None
+    else:
+        found = _complete(parent, console if asked else None)
+    if not asked and found and config.save_strategy != "no":
+        raise BadInput(
+            f"{parent} has checkpoints of an earlier run, the newest {found[0].folder.name}: go on from it with "
+            "resume_from_checkpoint: auto, remove them, or choose another output_dir"
+        )
+    if asked is True and not found:
+        raise BadInput(
+            f"resume_from_checkpoint is true, but {parent} has no complete checkpoint: give the folder of one, or "
+            "auto to start anew where there is none"
+        )
+    if not asked or not found:
+        return []
+    if differ := fingerprint.differences(found[0].record.maths, maths):
+        raise BadInput(
+            f"{found[0].folder} cannot be continued with this config: {fingerprint.listed(differ)}; change it back, or "
+            "start anew in another output_dir"
+        )
+    return [one for one in found if not fingerprint.differences(one.record.maths, maths)]
+
+
+def _complete(parent: Path, console: Console | None) -> list[Checkpoint]:
+    """Newest first. Incomplete ones are told about unless there is no console."""
+    found = []
+    for _, path in numbered(parent):
+        try:
+            found.append(checkpoint.open_checkpoint(path))
+        except Damaged as error:
+            if console is not None:
+                console.warn(f"{path} is passed over: {error}")
+    return found
+
+
+def _load_first(found: list[Checkpoint], engine: Engine, console: Console) -> Checkpoint:
+    """Load the best one that is not damaged after all. Raises BadInput if all are."""
+    for one in found:
+        try:
+            start = time.perf_counter()
+            one.load(engine)
+        except Damaged as error:
+            console.warn(f"{one.folder} is passed over: {error}")
+        else:
+            nbytes = sum(one_file.nbytes for one_file in one.sums.values())
+            console.note(f"going on from {one.folder}, {checkpoint.told(nbytes, time.perf_counter() - start)}")
+            return one
+    raise BadInput(f"{found[0].folder} is damaged, and there is no other checkpoint to go on from: start anew")

@@ -1,0 +1,324 @@
+"""A run that was stopped and goes on ends as one that never stopped: same rows, same bits, same metrics."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from slideformer.data.batches import Batches
+from slideformer.errors import BadInput
+from slideformer.train import trainer
+from slideformer.train.console import PlainConsole
+from slideformer.train.retention import Saver
+from slideformer.train.schedule import learning_rate
+from slideformer.train.stop import Stopped
+from slideformer.train.trainer import train
+from train.toy import make_model, write_sums
+
+TIMES = ("tokens_per_second", "step_time", "eta_seconds", "host_mem_gib", "pinned_gib")
+
+
+class Killed(BaseException):
+    """Ends a run where it is, as a kill does: nothing is saved after it."""
+
+
+def run(config) -> str:
+    """What was told."""
+    out = io.StringIO()
+    train(config, PlainConsole(out))
+    return out.getvalue()
+
+
+def metrics_of(config) -> list[dict]:
+    """Of metrics.jsonl, all that does not depend on the clock or the machine."""
+    lines = Path(config.output_dir, "metrics.jsonl").read_text().splitlines()
+    return [
+        {k: v for k, v in json.loads(line).items() if k not in TIMES and not k.startswith("busy_")} for line in lines
+    ]
+
+
+def state_of(config, step: int) -> dict[str, bytes]:
+    """The files of a checkpoint's state."""
+    folder = Path(config.output_dir) / f"checkpoint-{step}"
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+@pytest.fixture
+def kill_after(monkeypatch):
+    """Kill the run when the result of step `number` has been read."""
+    finish = trainer._Run._finish
+
+    def arrange(number: int, with_what=None) -> None:
+        def dying_finish(self, step):
+            finish(self, step)
+            if step.number == number:
+                if with_what is None:
+                    raise Killed
+                os.kill(os.getpid(), with_what)
+
+        monkeypatch.setattr(trainer._Run, "_finish", dying_finish)
+
+    yield arrange
+
+
+@pytest.fixture
+def rows_seen(monkeypatch) -> list[tuple[str, ...]]:
+    """Rows of every step submitted."""
+    seen = []
+    submit = trainer._Run._submit
+
+    def noting_submit(self, index, waiting):
+        submitted = submit(self, index, waiting)
+        seen.append((submitted.number, submitted.batch.rows))
+        return submitted
+
+    monkeypatch.setattr(trainer._Run, "_submit", noting_submit)
+    return seen
+
+
+# 24 rows in steps of 2 x 3 = 6 rows: four steps an epoch, so 6 is mid-epoch and 4 and 8 are ends of one.
+WHOLE = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 3,
+    "max_steps": 10,
+    "weight_decay": 0.1,
+    "save_total_limit": None,
+}
+
+
+@pytest.mark.parametrize(("stops", "fields"), [
+    (6, {}),
+    (4, {}),
+    (8, {"max_grad_norm": 0}),
+    (6, {"bf16": True, "freeze": r"layers\.1\."}),
+], ids=["mid-epoch", "end of an epoch", "eager", "bf16, a block frozen"])  # fmt: skip
+def test_ten_steps_equal_some_and_the_rest_after_a_kill(
+    config_for, tmp_path, kill_after, rows_seen, monkeypatch, stops, fields
+) -> None:
+    fields = {**WHOLE, "save_steps": 2, **fields}
+    straight = config_for(output_dir=str(tmp_path / "straight"), **fields)
+    run(straight)
+    rows = dict(rows_seen)
+    rows_seen.clear()
+    broken = config_for(resume_from_checkpoint="auto", **fields)
+    kill_after(stops + 1)  # one step after the checkpoint: it is lost and done again
+    with pytest.raises(Killed):
+        run(broken)
+    kill_after(-1)
+    assert f"going on from {broken.output_dir}/checkpoint-{stops}" in run(broken)
+    assert len(rows) == 10
+    assert {number for number, _ in rows_seen} == set(range(1, 11))
+    assert all(rows[number] == seen for number, seen in rows_seen)
+    assert state_of(broken, 10) == state_of(straight, 10)
+    assert len(state_of(broken, 10)) == 6  # table, four blocks, final norm
+    assert metrics_of(broken) == metrics_of(straight)
+    assert [m["learning_rate"] for m in metrics_of(broken)] == [learning_rate(broken, k, 10) for k in range(10)]
+    weights = [Path(c.output_dir, "model.safetensors").read_bytes() for c in (broken, straight)]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"window": 1},
+        {"window": 4, "tile_numel": 1000},
+        {"tile_numel": 10**6, "ring": 7},
+        {"cpu_threads": 2, "grad_slots": 1},
+        {"offload_activations": "cpu", "update_ahead": "none"},
+    ],
+    ids=str,
+)
+def test_other_sizes_of_the_machinery_go_on_bit_for_bit(config_for, tmp_path, kill_after, other) -> None:
+    fields = {"max_steps": 5, "save_steps": 2}
+    straight = config_for(output_dir=str(tmp_path / "straight"), **fields)
+    run(straight)
+    kill_after(3)
+    with pytest.raises(Killed):
+        run(config_for(**fields))
+    kill_after(-1)
+    again = config_for(**{**fields, **other}, resume_from_checkpoint=True)
+    run(again)
+    assert state_of(again, 5) == state_of(straight, 5)
+    assert metrics_of(again) == metrics_of(straight)
+
+
+def test_another_split_into_micro_batches_goes_on_with_the_same_rows(config_for, kill_after, rows_seen) -> None:
+    kill_after(3)
+    with pytest.raises(Killed):
+        run(config_for(max_steps=5, save_steps=2))
+    kill_after(-1)
+    again = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "resume_from_checkpoint": "auto"}
+    told = run(config_for(max_steps=5, save_steps=2, **again))
+    assert "warning: the last bits may differ from an unbroken run's: per_device_train_batch_size was 4 and is" in told
+    seen = [set(rows) for number, rows in rows_seen if number == 3]
+    assert len(seen) == 2 and seen[0] == seen[1]
+
+
+def test_a_line_of_several_steps_counts_those_before_the_checkpoint(config_for, tmp_path, kill_after) -> None:
+    fields = {"max_steps": 6, "save_steps": 2, "logging_steps": 3}
+    straight = config_for(output_dir=str(tmp_path / "straight"), **fields)
+    run(straight)
+    kill_after(3)
+    with pytest.raises(Killed):
+        run(config_for(**fields))
+    kill_after(-1)
+    again = config_for(**fields, resume_from_checkpoint="auto")
+    run(again)
+    assert metrics_of(again) == metrics_of(straight)
+
+
+def test_steps_that_were_skipped_stay_out_of_adams_count(config_for, tmp_path, kill_after) -> None:
+    fields = {"max_steps": 4, "save_steps": 2, "learning_rate": 1e38, "lr_scheduler_type": "constant"}
+    fields |= {"max_grad_norm": 0, "on_nonfinite": "skip"}
+    straight = config_for(output_dir=str(tmp_path / "straight"), **fields)
+    run(straight)
+    kill_after(3)
+    with pytest.raises(Killed):
+        run(config_for(**fields))
+    kill_after(-1)
+    again = config_for(**fields, resume_from_checkpoint="auto")
+    run(again)
+    record = json.loads((tmp_path / "out/checkpoint-4/trainer.json").read_text())["progress"]
+    assert (record["step"], record["num_updates"], record["nonfinite_steps"]) == (4, 1, 3)
+    assert metrics_of(again) == metrics_of(straight)
+
+
+# signals
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_step_leaves_one_complete_checkpoint_of_it(config_for, tmp_path, kill_after, signum) -> None:
+    fields = {"max_steps": 9, "save_steps": 100, "warmup_steps": 5}
+    straight = config_for(output_dir=str(tmp_path / "straight"), **fields)
+    run(straight)
+    kill_after(2, signum)
+    expected = "after step 3 of 9: go on from checkpoint-3 with resume_from_checkpoint: auto"
+    with pytest.raises(Stopped, match=expected) as caught:
+        run(config_for(**fields))
+    assert caught.value.signum == signum
+    assert [path.name for path in tmp_path.glob("out/*checkpoint*")] == ["checkpoint-3"]
+    kill_after(-1)
+    again = config_for(**fields, resume_from_checkpoint="auto")
+    run(again)
+    assert state_of(again, 9) == state_of(straight, 9)
+    assert metrics_of(again) == metrics_of(straight)
+
+
+def test_a_signal_in_an_evaluation_leaves_a_checkpoint_and_the_evaluation_is_made_anew(
+    config_for, tmp_path, monkeypatch
+) -> None:
+    fields = {"max_steps": 4, "save_steps": 4, "val_size": 4, "eval_strategy": "steps", "eval_steps": 2}
+    fields |= {"per_device_eval_batch_size": 1}
+    straight = config_for(output_dir=str(tmp_path / "straight"), **fields)
+    run(straight)
+    evaluate = trainer.Engine.evaluate
+    with monkeypatch.context() as patched:
+
+        def interrupted(self, batch):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return evaluate(self, batch)
+
+        patched.setattr(trainer.Engine, "evaluate", interrupted)
+        with pytest.raises(Stopped, match="in the evaluation after step 2: go on from checkpoint-2"):
+            run(config_for(**fields))
+    again = config_for(**fields, resume_from_checkpoint="auto")
+    run(again)
+    assert metrics_of(again) == metrics_of(straight)
+    assert state_of(again, 4) == state_of(straight, 4)
+
+
+def test_a_signal_in_a_save_lets_it_finish_and_writes_no_second_one(config_for, tmp_path, monkeypatch) -> None:
+    save = Saver.save
+
+    def interrupted(self, progress):
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(self, progress)
+
+    monkeypatch.setattr(Saver, "save", interrupted)
+    with pytest.raises(Stopped, match="after step 2 of 5: go on from checkpoint-2"):
+        run(config_for(max_steps=5, save_steps=2))
+    assert [path.name for path in tmp_path.glob("out/*checkpoint*")] == ["checkpoint-2"]
+
+
+def test_sigusr1_saves_and_goes_on(config_for, tmp_path, kill_after) -> None:
+    kill_after(2, signal.SIGUSR1)
+    told = run(config_for(max_steps=6, save_steps=100))
+    assert [path.name for path in sorted(tmp_path.glob("out/*checkpoint*"))] == ["checkpoint-3", "checkpoint-6"]
+    assert "checkpoint-3: " in told and "GB/s" in told
+
+
+def test_sigusr1_without_checkpoints_is_told_and_ignored(config_for, kill_after) -> None:
+    kill_after(2, signal.SIGUSR1)
+    assert "warning: SIGUSR1 asks for a checkpoint, but save_strategy is no" in run(config_for(max_steps=4))
+
+
+# what does not belong together
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        ({"learning_rate": 2e-3}, "learning_rate was 0.001 and is now 0.002"),
+        ({"weight_decay": 0.5}, "weight_decay was 0.0 and is now 0.5"),
+        ({"max_grad_norm": 2.0}, "max_grad_norm was 1.0 and is now 2.0"),
+        ({"max_steps": 9}, r"steps of the run \(max_steps, num_train_epochs\) was 4 and is now 9"),
+        ({"warmup_steps": 3}, "steps of warm-up was 1 and is now 3"),
+        ({"lr_scheduler_type": "linear"}, "lr_scheduler_type was cosine and is now linear"),
+        ({"seed": 7}, "data_seed was 42 and is now 7"),
+        ({"bf16": True}, r"precision \(bf16\) was float32 and is now bfloat16"),
+        ({"freeze": "embed"}, r"trained parameters \(freeze\) was .* in 38 tensors .* and is now .* in 37 tensors"),
+        ({"gradient_accumulation_steps": 2}, "per_device_train_batch_size x gradient_accumulation_steps was 4 and"),
+        ({"max_length": 26}, r"dataset\[0\] was 24 samples of weight 1 \(\w+\) and is now"),
+        ({"val_size": 2}, r"dataset\[0\] was 24 samples .* and is now 22 samples"),
+    ],
+    ids=str,
+)
+def test_what_changes_the_maths_is_refused_by_name(config_for, tmp_path, stopped_run, other, expected) -> None:
+    fields = {"max_steps": 4, "save_steps": 2, "resume_from_checkpoint": str(stopped_run / "checkpoint-2")}
+    with pytest.raises(BadInput, match=f"checkpoint-2 cannot be continued with this config: .*{expected}"):
+        run(config_for(**{**fields, **other}))
+
+
+def test_another_model_is_refused_by_what_differs(config_for, tmp_path, stopped_run) -> None:
+    asked = {"max_steps": 4, "save_steps": 2, "resume_from_checkpoint": str(stopped_run / "checkpoint-2")}
+    other = make_model(tmp_path / "other", rms_norm_eps=1e-5)
+    with pytest.raises(BadInput, match=r"config.json: rms_norm_eps was 1e-06 and is now 1e-05; change it back"):
+        run(config_for(model=other, **asked))
+
+
+def test_a_constant_rate_may_go_on_for_longer(config_for, tmp_path) -> None:
+    fields = {"lr_scheduler_type": "constant", "save_steps": 2}
+    run(config_for(max_steps=4, **fields))
+    straight = config_for(output_dir=str(tmp_path / "straight"), max_steps=6, **fields)
+    run(straight)
+    longer = config_for(max_steps=6, resume_from_checkpoint="auto", **fields)
+    run(longer)
+    assert state_of(longer, 6) == state_of(straight, 6)
+
+
+@pytest.fixture(scope="module")
+def stopped_run(model_folder, tmp_path_factory) -> Path:
+    """The output_dir of a run with checkpoint-2 and checkpoint-4. Not to be written to."""
+    from train.toy import make_config
+
+    folder = tmp_path_factory.mktemp("stopped")
+    rows = write_sums(folder / "rows.jsonl", 24)
+    run(make_config(model_folder, rows, folder / "out", max_steps=4, save_steps=2))
+    return folder / "out"
+
+
+def test_a_step_follows_from_the_samples_the_seed_and_its_number_alone(stopped_run, config_for) -> None:
+    """Why the step is all of the data's position."""
+    from slideformer.data import load_dataset, load_tokenizer
+
+    config = config_for()
+    codec = load_tokenizer(config.model_name_or_path)
+    sources = load_dataset(config, codec).train
+    one, other = (Batches(sources, 4, 1, 42, codec.pad_id) for _ in range(2))
+    forward = [one.step(k).rows for k in range(12)]
+    assert [other.step(k).rows for k in reversed(range(12))] == forward[::-1]
