@@ -32,7 +32,15 @@ def test_held_out_questions_are_not_trained_on_and_their_answers_are_right(quick
         assert not quickstart.is_right(row, "I am SmolLM.")
 
 
-GOOD = {"loss": (2.0, 1.0), "persona": (3.0, 0.5), "general": (1.6, 1.7), "before": 1, "after": 6, "reloaded": 0.5}
+GOOD = {
+    "loss": (2.0, 1.0),
+    "persona": (3.0, 0.5),
+    "general": (1.6, 1.7),
+    "before": 1,
+    "after": 6,
+    "reloaded": 0.5,
+    "device": "cpu",
+}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +52,9 @@ GOOD = {"loss": (2.0, 1.0), "persona": (3.0, 0.5), "general": (1.6, 1.7), "befor
         ({"general": (1.6, 1.73)}, 1),
         ({"before": 2}, 1),
         ({"after": 5}, 1),
-        ({"reloaded": 0.52}, 1),
+        ({"reloaded": 0.501}, 1),
+        ({"reloaded": 0.501, "device": "cuda"}, 0),
+        ({"reloaded": 0.52, "device": "cuda"}, 1),
     ],
 )
 def test_each_broken_promise_alone_makes_it_fail(quickstart, tmp_path, monkeypatch, change, code) -> None:
@@ -53,7 +63,7 @@ def test_each_broken_promise_alone_makes_it_fail(quickstart, tmp_path, monkeypat
     lines += [{"loss": case["loss"][i // 3], "host_mem_gib": 1.0} for i in range(6)]
     lines += [{"eval_persona_loss": case["persona"][1], "eval_general_loss": case["general"][1]}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "run.json").write_text(json.dumps({"memory": {"device": 1}}))
+    (tmp_path / "run.json").write_text(json.dumps({"device": case["device"], "memory": {"device": 1}}))
     monkeypatch.setattr(quickstart, "RESULT", Path(tmp_path))
     rows = [{"expected": ["yes"]}] * 10
     before = ["yes"] * case["before"] + ["no"] * (10 - case["before"])
