@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,9 +84,11 @@ def test_a_run_whose_numbers_run_away_ends_with_1(slideformer, yaml_for) -> None
     assert done.returncode == 1
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_training_cleanly(yaml_for, tmp_path, signum, code) -> None:
-    command = [sys.executable, "-m", "slideformer", "train", str(yaml_for(max_steps=1_000_000))]
+@pytest.mark.parametrize(
+    ("signum", "code", "saves"), [(signal.SIGINT, 130, {}), (signal.SIGTERM, 143, {"save_steps": 1_000_000})]
+)
+def test_a_signal_ends_training_cleanly(yaml_for, tmp_path, signum, code, saves) -> None:
+    command = [sys.executable, "-m", "slideformer", "train", str(yaml_for(max_steps=1_000_000, **saves))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -96,8 +99,31 @@ def test_a_signal_ends_training_cleanly(yaml_for, tmp_path, signum, code) -> Non
         process.send_signal(signum)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == code
-    assert errors.strip().splitlines()[-1].startswith(f"stopped by {signum.name} after step ")
+    last = errors.strip().splitlines()[-1]
+    assert last.startswith(f"stopped by {signum.name} after step ")
     assert "Traceback" not in errors
+    found = [path.name for path in (tmp_path / "out").glob("*checkpoint*")]
+    if saves:
+        assert last.endswith(f"go on from {found[0]} with resume_from_checkpoint: auto")
+    assert len(found) == len(saves)
+
+
+def test_a_checkpoint_that_does_not_belong_ends_with_2_and_a_full_disk_with_3(
+    slideformer, yaml_for, tmp_path, monkeypatch
+) -> None:
+    done = slideformer("train", yaml_for(), "save_steps=2")
+    assert done.returncode == 0, done.stderr
+    done = slideformer("train", yaml_for(), "save_steps=2")
+    assert one_sentence(done).startswith("out has checkpoints of an earlier run, the newest checkpoint-2: ")
+    assert done.returncode == 2
+    done = slideformer("train", yaml_for(), "save_steps=2", "resume=auto", "lr=1")
+    assert one_sentence(done).startswith("out/checkpoint-2 cannot be continued with this config: learning_rate was ")
+    assert done.returncode == 2
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    done = slideformer("train", yaml_for(), "save_steps=2", "resume=auto")
+    assert one_sentence(done).startswith("the checkpoints need ")
+    assert done.returncode == 3
 
 
 def test_plan_shows_bytes_and_a_timeline_in_80_columns_without_weights(slideformer, yaml_for, tmp_path, toy) -> None:

@@ -103,6 +103,11 @@ def test_an_alias_is_taken_with_one_notice(load, tmp_path) -> None:
         ("cutoff_len: 99", "max_length", 99),
         ("batch_size: 3", "per_device_train_batch_size", 3),
         ("force: true", "ignore_memory_limits", True),
+        ("save_interval: 7", "save_steps", 7),
+        ("save_interval: 7", "save_strategy", "steps"),
+        ("resume: auto", "resume_from_checkpoint", "auto"),
+        ("resume: yes", "resume_from_checkpoint", True),
+        ("resume: no", "resume_from_checkpoint", False),
     ],
 )
 def test_aliases_carry_their_meaning(load, line, key, value) -> None:

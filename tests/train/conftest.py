@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from slideformer.config import TrainConfig
 from train.toy import make_config, make_model, write_sums
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_torch_thread() -> Iterator[None]:
+    """Toy tensors are too small to share between threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from slideformer.data.batches import Batches
+from slideformer.data import Batches, load_dataset, load_tokenizer
 from slideformer.errors import BadInput
-from slideformer.train import trainer
+from slideformer.train import checkpoint, trainer
 from slideformer.train.console import PlainConsole
 from slideformer.train.retention import Saver
 from slideformer.train.schedule import learning_rate
 from slideformer.train.stop import Stopped
 from slideformer.train.trainer import train
-from train.toy import make_model, write_sums
+from train.toy import make_config, make_model, write_sums
 
 TIMES = ("tokens_per_second", "step_time", "eta_seconds", "host_mem_gib", "pinned_gib")
 
@@ -44,8 +44,17 @@ def metrics_of(config) -> list[dict]:
 
 def state_of(config, step: int) -> dict[str, bytes]:
     """The files of a checkpoint's state."""
-    folder = Path(config.output_dir) / f"checkpoint-{step}"
+    return files_of(Path(config.output_dir) / f"checkpoint-{step}")
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+@pytest.fixture(autouse=True)
+def _no_parity_check(monkeypatch) -> None:
+    """Half the time of a run this short; tests/model has it."""
+    monkeypatch.setattr(trainer, "check_parity", lambda *args, **settings: None)
 
 
 @pytest.fixture
@@ -81,6 +90,18 @@ def rows_seen(monkeypatch) -> list[tuple[str, ...]]:
     return seen
 
 
+FIVE = {"max_steps": 5, "save_steps": 2, "save_total_limit": None}
+
+
+@pytest.fixture(scope="module")
+def stopped_run(model_folder, tmp_path_factory) -> Path:
+    """The output_dir of a run of FIVE, with checkpoints 2, 4 and 5. Not to be written to."""
+    folder = tmp_path_factory.mktemp("stopped")
+    rows = write_sums(folder / "rows.jsonl", 24)
+    run(make_config(model_folder, rows, folder / "out", **FIVE))
+    return folder / "out"
+
+
 # 24 rows in steps of 2 x 3 = 6 rows: four steps an epoch, so 6 is mid-epoch and 4 and 8 are ends of one.
 WHOLE = {
     "per_device_train_batch_size": 2,
@@ -91,12 +112,11 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize(("stops", "fields"), [
-    (6, {}),
-    (4, {}),
-    (8, {"max_grad_norm": 0}),
-    (6, {"bf16": True, "freeze": r"layers\.1\."}),
-], ids=["mid-epoch", "end of an epoch", "eager", "bf16, a block frozen"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stops", "fields"),
+    [(6, {}), (8, {"max_grad_norm": 0}), (6, {"bf16": True, "freeze": r"layers\.1\."})],
+    ids=["mid-epoch", "end of an epoch, eager", "bf16, a block frozen"],
+)
 def test_ten_steps_equal_some_and_the_rest_after_a_kill(
     config_for, tmp_path, kill_after, rows_seen, monkeypatch, stops, fields
 ) -> None:
@@ -133,30 +153,19 @@ def test_ten_steps_equal_some_and_the_rest_after_a_kill(
     ],
     ids=str,
 )
-def test_other_sizes_of_the_machinery_go_on_bit_for_bit(config_for, tmp_path, kill_after, other) -> None:
-    fields = {"max_steps": 5, "save_steps": 2}
-    straight = config_for(output_dir=str(tmp_path / "straight"), **fields)
-    run(straight)
-    kill_after(3)
-    with pytest.raises(Killed):
-        run(config_for(**fields))
-    kill_after(-1)
-    again = config_for(**{**fields, **other}, resume_from_checkpoint=True)
+def test_other_sizes_of_the_machinery_go_on_bit_for_bit(config_for, stopped_run, other) -> None:
+    again = config_for(**FIVE, **other, resume_from_checkpoint=str(stopped_run / "checkpoint-2"))
     run(again)
-    assert state_of(again, 5) == state_of(straight, 5)
-    assert metrics_of(again) == metrics_of(straight)
+    assert state_of(again, 5) == files_of(stopped_run / "checkpoint-5")
 
 
-def test_another_split_into_micro_batches_goes_on_with_the_same_rows(config_for, kill_after, rows_seen) -> None:
-    kill_after(3)
-    with pytest.raises(Killed):
-        run(config_for(max_steps=5, save_steps=2))
-    kill_after(-1)
-    again = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "resume_from_checkpoint": "auto"}
-    told = run(config_for(max_steps=5, save_steps=2, **again))
+def test_another_split_into_micro_batches_goes_on_with_the_same_rows(config_for, stopped_run, rows_seen) -> None:
+    asked = {"resume_from_checkpoint": str(stopped_run / "checkpoint-2")}
+    told = run(config_for(**FIVE, **asked, per_device_train_batch_size=1, gradient_accumulation_steps=4))
     assert "warning: the last bits may differ from an unbroken run's: per_device_train_batch_size was 4 and is" in told
-    seen = [set(rows) for number, rows in rows_seen if number == 3]
-    assert len(seen) == 2 and seen[0] == seen[1]
+    run(config_for(**FIVE, **asked))
+    split, whole = rows_seen[:3], rows_seen[3:]
+    assert [(number, sorted(rows)) for number, rows in split] == [(n, sorted(rows)) for n, rows in whole]
 
 
 def test_a_line_of_several_steps_counts_those_before_the_checkpoint(config_for, tmp_path, kill_after) -> None:
@@ -191,16 +200,15 @@ def test_steps_that_were_skipped_stay_out_of_adams_count(config_for, tmp_path, k
 # signals
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_a_step_leaves_one_complete_checkpoint_of_it(config_for, tmp_path, kill_after, signum) -> None:
+def test_a_signal_in_a_step_leaves_one_complete_checkpoint_of_it(config_for, tmp_path, kill_after) -> None:
     fields = {"max_steps": 9, "save_steps": 100, "warmup_steps": 5}
     straight = config_for(output_dir=str(tmp_path / "straight"), **fields)
     run(straight)
-    kill_after(2, signum)
+    kill_after(2, signal.SIGTERM)
     expected = "after step 3 of 9: go on from checkpoint-3 with resume_from_checkpoint: auto"
     with pytest.raises(Stopped, match=expected) as caught:
         run(config_for(**fields))
-    assert caught.value.signum == signum
+    assert caught.value.signum == signal.SIGTERM
     assert [path.name for path in tmp_path.glob("out/*checkpoint*")] == ["checkpoint-3"]
     kill_after(-1)
     again = config_for(**fields, resume_from_checkpoint="auto")
@@ -245,6 +253,20 @@ def test_a_signal_in_a_save_lets_it_finish_and_writes_no_second_one(config_for, 
     assert [path.name for path in tmp_path.glob("out/*checkpoint*")] == ["checkpoint-2"]
 
 
+def test_a_second_signal_in_a_save_ends_the_run_at_once_and_leaves_no_half(config_for, tmp_path, monkeypatch) -> None:
+    class Impatient(checkpoint._Summing):
+        def write(self, data):
+            super().write(data)
+            if "checkpoint-4" in self._file.name:
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(checkpoint, "_Summing", Impatient)
+    with pytest.raises(Stopped, match="at once, because it was the second signal"):
+        run(config_for(max_steps=5, save_steps=2))
+    assert [path.name for path in tmp_path.glob("out/*checkpoint*")] == ["checkpoint-2"]
+
+
 def test_sigusr1_saves_and_goes_on(config_for, tmp_path, kill_after) -> None:
     kill_after(2, signal.SIGUSR1)
     told = run(config_for(max_steps=6, save_steps=100))
@@ -266,26 +288,26 @@ def test_sigusr1_without_checkpoints_is_told_and_ignored(config_for, kill_after)
         ({"learning_rate": 2e-3}, "learning_rate was 0.001 and is now 0.002"),
         ({"weight_decay": 0.5}, "weight_decay was 0.0 and is now 0.5"),
         ({"max_grad_norm": 2.0}, "max_grad_norm was 1.0 and is now 2.0"),
-        ({"max_steps": 9}, r"steps of the run \(max_steps, num_train_epochs\) was 4 and is now 9"),
+        ({"max_steps": 9}, r"steps of the run \(max_steps, num_train_epochs\) was 5 and is now 9"),
         ({"warmup_steps": 3}, "steps of warm-up was 1 and is now 3"),
         ({"lr_scheduler_type": "linear"}, "lr_scheduler_type was cosine and is now linear"),
         ({"seed": 7}, "data_seed was 42 and is now 7"),
         ({"bf16": True}, r"precision \(bf16\) was float32 and is now bfloat16"),
         ({"freeze": "embed"}, r"trained parameters \(freeze\) was .* in 38 tensors .* and is now .* in 37 tensors"),
         ({"gradient_accumulation_steps": 2}, "per_device_train_batch_size x gradient_accumulation_steps was 4 and"),
-        ({"max_length": 26}, r"dataset\[0\] was 24 samples of weight 1 \(\w+\) and is now"),
+        ({"assistant_only_loss": False}, r"dataset\[0\] was 24 samples of weight 1 \(\w+\) and is now"),
         ({"val_size": 2}, r"dataset\[0\] was 24 samples .* and is now 22 samples"),
     ],
     ids=str,
 )
-def test_what_changes_the_maths_is_refused_by_name(config_for, tmp_path, stopped_run, other, expected) -> None:
-    fields = {"max_steps": 4, "save_steps": 2, "resume_from_checkpoint": str(stopped_run / "checkpoint-2")}
+def test_what_changes_the_maths_is_refused_by_name(config_for, stopped_run, other, expected) -> None:
+    fields = {**FIVE, "resume_from_checkpoint": str(stopped_run / "checkpoint-2")}
     with pytest.raises(BadInput, match=f"checkpoint-2 cannot be continued with this config: .*{expected}"):
         run(config_for(**{**fields, **other}))
 
 
 def test_another_model_is_refused_by_what_differs(config_for, tmp_path, stopped_run) -> None:
-    asked = {"max_steps": 4, "save_steps": 2, "resume_from_checkpoint": str(stopped_run / "checkpoint-2")}
+    asked = {**FIVE, "resume_from_checkpoint": str(stopped_run / "checkpoint-2")}
     other = make_model(tmp_path / "other", rms_norm_eps=1e-5)
     with pytest.raises(BadInput, match=r"config.json: rms_norm_eps was 1e-06 and is now 1e-05; change it back"):
         run(config_for(model=other, **asked))
@@ -301,21 +323,8 @@ def test_a_constant_rate_may_go_on_for_longer(config_for, tmp_path) -> None:
     assert state_of(longer, 6) == state_of(straight, 6)
 
 
-@pytest.fixture(scope="module")
-def stopped_run(model_folder, tmp_path_factory) -> Path:
-    """The output_dir of a run with checkpoint-2 and checkpoint-4. Not to be written to."""
-    from train.toy import make_config
-
-    folder = tmp_path_factory.mktemp("stopped")
-    rows = write_sums(folder / "rows.jsonl", 24)
-    run(make_config(model_folder, rows, folder / "out", max_steps=4, save_steps=2))
-    return folder / "out"
-
-
 def test_a_step_follows_from_the_samples_the_seed_and_its_number_alone(stopped_run, config_for) -> None:
     """Why the step is all of the data's position."""
-    from slideformer.data import load_dataset, load_tokenizer
-
     config = config_for()
     codec = load_tokenizer(config.model_name_or_path)
     sources = load_dataset(config, codec).train
