@@ -6,10 +6,12 @@ import io
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from engine.toys import HookedDevice
 from slideformer.data import Batches, load_dataset, load_tokenizer
 from slideformer.errors import BadInput
 from slideformer.train import checkpoint, trainer
@@ -265,6 +267,26 @@ def test_a_second_signal_in_a_save_ends_the_run_at_once_and_leaves_no_half(confi
     with pytest.raises(Stopped, match="at once, because it was the second signal"):
         run(config_for(max_steps=5, save_steps=2))
     assert [path.name for path in tmp_path.glob("out/*checkpoint*")] == ["checkpoint-2"]
+
+
+def test_a_second_signal_waits_for_no_queued_work(config_for, kill_after, monkeypatch) -> None:
+    """Two steps are queued when it comes; they would take seconds."""
+    after: list[float] = []
+
+    def slow(number: int) -> None:
+        if after:
+            time.sleep(0.1)
+
+    def impatient(self, step):
+        after.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(trainer, "open_device", lambda kind: HookedDevice(before=slow))
+    monkeypatch.setattr(trainer._Run, "_finish", impatient)
+    with pytest.raises(Stopped, match="at once, because it was the second signal"):
+        run(config_for(max_steps=9, save_steps=2))
+    assert time.monotonic() - after[0] < 1
 
 
 def test_sigusr1_saves_and_goes_on(config_for, tmp_path, kill_after) -> None:

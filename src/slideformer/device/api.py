@@ -78,6 +78,10 @@ class Device(Protocol):
     @property
     def failure(self) -> LaneFailure | None: ...
 
+    def abandon(self, cause: BaseException) -> None:
+        """Drop all queued work, as after a failure that the caller has heard of. What is at work comes to its end."""
+        ...
+
     @property
     def page_locked_nbytes(self) -> int: ...
 

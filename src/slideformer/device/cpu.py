@@ -43,6 +43,9 @@ class CpuDevice:
     def failure(self) -> LaneFailure | None:
         return self._fault.first
 
+    def abandon(self, cause: BaseException) -> None:
+        self._fault.abandon(cause)
+
     @property
     def page_locked_nbytes(self) -> int:
         return 0

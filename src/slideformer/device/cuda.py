@@ -122,6 +122,9 @@ class CudaDevice:
     def failure(self) -> LaneFailure | None:
         return self.fault.first
 
+    def abandon(self, cause: BaseException) -> None:
+        self.fault.abandon(cause)
+
     @property
     def page_locked_nbytes(self) -> int:
         return sum(t.nbytes for t in self._locked)

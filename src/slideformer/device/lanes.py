@@ -30,6 +30,12 @@ class Fault:
             if self.first is None:
                 self.first = LaneFailure(lane, label, cause)
 
+    def abandon(self, cause: BaseException) -> None:
+        """Drop queued work from now on, as after a failure that the caller has heard of."""
+        self.report("caller", "abandon", cause)
+        if self.first is not None:
+            self.first.heard = True
+
     def check(self) -> None:
         """Raise the first failure, if there is one."""
         if self.first is not None:

@@ -13,8 +13,9 @@ from typing import Self
 class Stopped(Exception):  # noqa: N818 nothing went wrong
     """The run ended early because of a signal. The process should exit with 128 + signum."""
 
-    def __init__(self, signum: int, where: str) -> None:
-        self.signum = signum
+    def __init__(self, signum: int, where: str, *, at_once: bool = False) -> None:
+        """at_once: work that is queued is not to be waited for."""
+        self.signum, self.at_once = signum, at_once
         super().__init__(f"stopped by {signal.Signals(signum).name} {where}")
 
 
@@ -38,7 +39,7 @@ class StopRequests:
 
     def _caught(self, signum: int, _frame: FrameType | None) -> None:
         if self._signum is not None:
-            raise Stopped(signum, "at once, because it was the second signal")
+            raise Stopped(signum, "at once, because it was the second signal", at_once=True)
         self._signum = signum
 
     def _caught_save(self, _signum: int, _frame: FrameType | None) -> None:

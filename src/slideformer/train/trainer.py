@@ -87,7 +87,9 @@ def train(config: TrainConfig, console: Console) -> Path:
                 try:
                     run.loop()
                     save(engine, source, target, save_dtype(config, decoder))
-                except Stopped:
+                except Stopped as stopped:
+                    if stopped.at_once:
+                        device.abandon(stopped)
                     record.write("stopped", last_metrics=run.last_metrics)
                     raise
                 except BaseException as error:
