@@ -54,6 +54,11 @@ def test_bad_input_is_one_sentence_and_a_code(slideformer, yaml_for, command, fi
     assert done.returncode == code
 
 
+def test_a_negated_alias_says_that_it_means_the_opposite(slideformer, yaml_for) -> None:
+    done = slideformer("plan", yaml_for(), "train_on_inputs=false")
+    assert "note: command line: train_on_inputs is taken as completion_only_loss (the opposite)" in done.stderr
+
+
 def test_force_goes_on_where_memory_may_not_do(slideformer, yaml_for) -> None:
     assert slideformer("train", yaml_for(max_host_memory="1MiB"), "--force").returncode == 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,12 +31,12 @@ def read_file(path: Path) -> list[Setting]:
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"the config file {path} cannot be read: {error}") from None
     try:
-        root = yaml.compose(text, Loader=_Loader)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is None:
             raise BadInput(f"{path} is empty: it needs at least model_name_or_path and dataset")
         if not isinstance(root, yaml.MappingNode):
             raise BadInput(f"{path}:{root.start_mark.line + 1}: expected `key: value` lines, found a {root.id}")
-        loader = _Loader("")
+        loader = yaml.SafeLoader("")
         return [
             Setting(str(key.value), loader.construct_object(value, deep=True), f"{path}:{key.start_mark.line + 1}")
             for key, value in root.value
@@ -65,15 +64,6 @@ def read_overrides(arguments: Sequence[str]) -> list[Setting]:
 
 def _value(text: str, word: str) -> object:
     try:
-        return yaml.load(text, Loader=_Loader)  # a safe loader: see below
+        return yaml.load(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise BadInput(f"{COMMAND_LINE}: the value in {word!r} is not valid YAML: {error.problem}") from None
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that also reads 1e-5 as a number: YAML 1.1 wants 1.0e-5 and makes a string of anything less."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)

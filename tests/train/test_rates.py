@@ -1,0 +1,48 @@
+"""What an op is said to cost, worked out by hand for a layout of three numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slideformer.layout import Layout, Param, Unit, UnitKind
+from slideformer.memory import BatchShape
+from slideformer.schedule import LaneName, Op, OpKind
+from slideformer.train.rates import Rates, costs, largest_block_numel
+
+VOCAB, HIDDEN = 100, 8
+TABLE = Unit("table", UnitKind.TABLE, (Param("embed", (VOCAB, HIDDEN)),))
+BLOCK = Unit("block.0", UnitKind.BLOCK, (Param("w", (8, 32)), Param("frozen", (8, 16), trainable=False)))
+LAYOUT = Layout((TABLE, BLOCK), tile_numel=256, tied=True)
+SHAPE = BatchShape(2, 3, 5, HIDDEN, torch.bfloat16)  # 2 micro-batches of 3 x 5 tokens
+RATES = Rates(flops=1000.0, link_nbytes=10.0, update_numel=7.0, host_nbytes=20.0)
+TOKENS, ROWS = 15, 30
+
+
+@pytest.mark.parametrize(
+    ("kind", "unit", "tile", "seconds"),
+    [
+        (OpKind.FORWARD, 1, -1, 2 * 384 * TOKENS / 1000),
+        (OpKind.BACKWARD, 1, -1, 3 * 2 * 384 * TOKENS / 1000),
+        (OpKind.HEAD, 0, -1, 3 * 2 * VOCAB * HIDDEN * TOKENS / 1000),
+        (OpKind.HEAD_LOSS, 0, -1, 2 * VOCAB * HIDDEN * TOKENS / 1000),
+        (OpKind.UPLOAD, 1, 1, 128 * 2 / 10),
+        (OpKind.DOWNLOAD, 1, 0, 256 * 2 / 10),
+        (OpKind.UPDATE, 1, 0, 256 / 7),
+        (OpKind.SPILL, 1, -1, TOKENS * HIDDEN * 2 / 10),
+        (OpKind.UPLOAD_ROWS, 0, -1, ROWS * HIDDEN * 2 / 10),
+        (OpKind.GATHER, 0, -1, ROWS * HIDDEN * 2 / 20),
+        (OpKind.REPORT, 1, -1, 0.0),
+    ],
+)
+def test_an_op_takes_its_bytes_or_operations_over_the_rate(kind, unit, tile, seconds) -> None:
+    op = Op(kind, LaneName.COMPUTE, (), unit=unit, tile=tile)
+    assert costs(LAYOUT, SHAPE, VOCAB, RATES)(op) == pytest.approx(seconds)
+
+
+def test_rates_that_are_known_replace_assumed_ones() -> None:
+    assert RATES.scaled(flops=5.0, link_nbytes=None, update_numel=None) == Rates(5.0, 10.0, 7.0, 20.0)
+
+
+def test_a_slot_holds_the_largest_block() -> None:
+    assert largest_block_numel(LAYOUT) == 384
