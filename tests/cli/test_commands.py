@@ -150,6 +150,17 @@ def test_plan_shows_bytes_and_a_timeline_in_80_columns_without_weights(slideform
     assert not (tmp_path / "out").exists()
 
 
+def test_a_plan_for_a_gpu_spills_what_max_gpu_memory_leaves_no_room_for(slideformer, yaml_for) -> None:
+    def hidden(limit: str) -> int:
+        config = yaml_for(device="cuda", max_gpu_memory=limit, gradient_accumulation_steps=8)
+        return json.loads(slideformer("plan", config, "--json").stdout)["device"]["hidden states"]
+
+    assert hidden("1MiB") < hidden("1GiB")
+    shown = slideformer("plan", yaml_for(device="cuda")).stdout
+    assert "as far as max_gpu_memory allows" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
 def test_plan_as_json_adds_up_and_follows_the_rates(slideformer, yaml_for) -> None:
     def planned(*words: str) -> dict:
         done = slideformer("plan", yaml_for(), "--json", *words)

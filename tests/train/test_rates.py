@@ -7,7 +7,7 @@ import torch
 
 from slideformer.layout import Layout, Param, Unit, UnitKind
 from slideformer.memory import BatchShape
-from slideformer.schedule import LaneName, Op, OpKind
+from slideformer.schedule import LaneName, Op, OpKind, StepOptions, Update, build_step
 from slideformer.train.rates import Rates, costs, largest_block_numel
 
 VOCAB, HIDDEN = 100, 8
@@ -31,13 +31,24 @@ TOKENS, ROWS = 15, 30
         (OpKind.UPDATE, 1, 0, 256 / 7),
         (OpKind.SPILL, 1, -1, TOKENS * HIDDEN * 2 / 10),
         (OpKind.UPLOAD_ROWS, 0, -1, ROWS * HIDDEN * 2 / 10),
-        (OpKind.GATHER, 0, -1, ROWS * HIDDEN * 2 / 20),
+        (OpKind.GATHER, 0, 0, 256 * ROWS / VOCAB * 2 / 20),
+        (OpKind.UPDATE_AHEAD, 1, 0, 256 / 7),
+        (OpKind.UPDATE_ROWS, 0, 0, 256 * ROWS / VOCAB / 7),
+        (OpKind.UPDATE_REST, 0, 0, 256 * (1 - ROWS / VOCAB) / 7),
         (OpKind.REPORT, 1, -1, 0.0),
     ],
 )
 def test_an_op_takes_its_bytes_or_operations_over_the_rate(kind, unit, tile, seconds) -> None:
     op = Op(kind, LaneName.COMPUTE, (), unit=unit, tile=tile)
     assert costs(LAYOUT, SHAPE, VOCAB, RATES)(op) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("update", Update)
+def test_every_parameter_is_updated_once_in_the_time_of_a_plan(update) -> None:
+    plan = build_step(LAYOUT, StepOptions(window=1, grad_slots=1, micro_batches=2, hidden_pool=9, update=update))
+    cost_s = costs(LAYOUT, SHAPE, VOCAB, RATES)
+    spent = sum(cost_s(op) for op in plan.ops if op.lane is LaneName.UPDATE)
+    assert spent == pytest.approx(LAYOUT.train_numel / 7)
 
 
 def test_rates_that_are_known_replace_assumed_ones() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from slideformer.config import TrainConfig
 from slideformer.device.cuda import cuda_available
 from slideformer.engine import EngineOptions, budget_of, require_fit
+from slideformer.engine.fit import saved_that_fit
 from slideformer.memory import Budget, size
 from slideformer.model.decoder import Decoder
 from slideformer.schedule import Timeline, build_step, prove, simulate
@@ -91,6 +92,12 @@ class Preview:
             "",
             self.timeline.text(width=WIDTH, run=1),
         ]
+        if self.device_kind == "cuda":
+            lines += [
+                "",
+                "Hidden states stay on the device as far as max_gpu_memory allows. Spare",
+                "host memory may be used for updates ahead of clipping: not counted here.",
+            ]
         return "\n".join(lines)
 
     def _slot_share(self) -> float:
@@ -112,7 +119,7 @@ def preview(
     """
     kind = config.device if config.device != "auto" else "cuda" if cuda_available() else "cpu"
     decoder = build_decoder(config, kind, torch.device("cpu"))
-    options = engine_options(config)
+    options = _settled(engine_options(config), decoder)
     step_options = options.step_options(decoder.layout, decoder.dtype)
     plan = build_step(decoder.layout, step_options)
     prove(plan, decoder.layout, step_options)
@@ -121,6 +128,20 @@ def preview(
     timeline = simulate(plan, costs(decoder.layout, shape, decoder.vocab_size, rates), runs=JOINED_RUNS)
     found = budget_of(decoder.layout, options, hidden_size=decoder.hidden_size, dtype=decoder.dtype)
     return Preview(config, kind, decoder, options, found, rates, timeline)
+
+
+def _settled(options: EngineOptions, decoder: Decoder) -> EngineOptions:
+    """What the engine decides by the room there is, decided by max_gpu_memory alone: no device is asked here."""
+    saved = options.saved_on_device
+    if saved == "auto":
+        saved = saved_that_fit(
+            decoder.layout,
+            options,
+            hidden_size=decoder.hidden_size,
+            dtype=decoder.dtype,
+            device_nbytes=options.max_gpu_memory,
+        )
+    return replace(options, saved_on_device=saved, ahead=() if options.ahead == "auto" else options.ahead)
 
 
 def _table(tier: str, terms: dict[str, int]) -> list[str]:

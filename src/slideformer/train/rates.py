@@ -37,14 +37,15 @@ ASSUMED = {
 def costs(layout: Layout, shape: BatchShape, vocab_size: int, rates: Rates) -> Callable[[Op], float]:
     """Seconds of each op for full batches of `shape`.
 
-    A matrix product is 2 operations per weight and token. Attention's
-    own products are left out, so long sequences take longer than this says.
+    A matrix product is 2 operations per weight and token. Attention's own products are left out, so long sequences take
+    longer than this says. An update ahead is taken to hold.
     """
     tokens = shape.micro_tokens
     itemsize = shape.dtype.itemsize
     rows = min(vocab_size, shape.tokens)
     row_numel = rows * shape.hidden
     hidden_nbytes = tokens * shape.hidden * itemsize
+    touched = rows / vocab_size  # of every tile of the table: rows lie anywhere
     head_flops = 2 * vocab_size * shape.hidden * tokens
 
     def cost_s(op: Op) -> float:
@@ -66,14 +67,13 @@ def costs(layout: Layout, shape: BatchShape, vocab_size: int, rates: Rates) -> C
             case OpKind.UPLOAD_ROWS | OpKind.DOWNLOAD_ROWS:
                 return row_numel * itemsize / rates.link_nbytes
             case OpKind.GATHER:
-                return row_numel * itemsize / rates.host_nbytes
-            case OpKind.UPDATE:
+                return touched * _tile_numel(layout, op) * itemsize / rates.host_nbytes
+            case OpKind.UPDATE | OpKind.UPDATE_AHEAD:
                 return _trained_numel(layout, op) / rates.update_numel
-            case OpKind.UPDATE_REST:
-                touched = row_numel / len(layout.tiles(op.unit, trained=True))
-                return max(_trained_numel(layout, op) - touched, 0.0) / rates.update_numel
-            case OpKind.UPDATE_ROWS:
-                return row_numel / rates.update_numel
+            case OpKind.UPDATE_REST | OpKind.REST_AHEAD:
+                return (1 - touched) * _trained_numel(layout, op) / rates.update_numel
+            case OpKind.UPDATE_ROWS | OpKind.SETTLE_ROWS:
+                return touched * _trained_numel(layout, op) / rates.update_numel
         return 0.0
 
     return cost_s
