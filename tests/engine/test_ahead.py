@@ -32,13 +32,22 @@ def settled(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("ahead", [(0,), (1, 2), (0, 1, 2, 3, 4, 5), (0, 2, 6)], ids=str)
+@pytest.mark.parametrize(
+    ("ahead", "tied", "micro_batches", "dtype"),
+    [
+        ((0,), True, 1, torch.float32),
+        ((0,), False, 2, torch.bfloat16),
+        ((1, 2), True, 2, torch.bfloat16),
+        ((1, 2), False, 1, torch.float32),
+        ((0, 1, 2, 3, 4, 5), True, 2, torch.float32),
+        ((0, 1, 2, 3, 4, 5), False, 1, torch.bfloat16),
+        ((0, 2, 5), True, 1, torch.bfloat16),
+        ((0, 2, 6), False, 2, torch.float32),
+    ],
+    ids=str,
+)
 def test_clipped_and_unclipped_steps_equal_the_sequential_loop(tied, ahead, micro_batches, dtype, settled):
     decoder = toy_decoder(tied=tied, dtype=dtype)
-    ahead = tuple(u for u in ahead if u < len(decoder.layout.units))
     options = toy_options(micro_batches=micro_batches, max_grad_norm=CLIP, ahead=ahead)
     steps = repeated(toy_batch(micro_batches))
     expected = run_sequential(decoder, options, steps)

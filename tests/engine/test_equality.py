@@ -19,7 +19,7 @@ FACTORS = {
     "window": (1, 2, 3, 9),
     "grad_slots": (1, 2),
     "ring": (1, 2, 4),
-    "tile": (700, 2048, 10**6),  # 10 rows and a bit, 32 rows, everything at once
+    "tile": (3000, 10000, 10**6),  # 46 rows and a bit, 156 rows, everything at once
     "saved_on_device": (None, 0, 2),  # none is spilled, nearly all, some
     "hidden_ring": (2, 4),
 }
@@ -43,13 +43,10 @@ def pairwise(factors: dict[str, tuple]) -> list[dict]:
 
 
 ROWS = pairwise(FACTORS)
-CASES = [("llama", True, row) for row in ROWS]
-CASES += [
-    (family, tied, ROWS[(3 * i + tied) % len(ROWS)])
-    for i, family in enumerate(FAMILIES)
-    for tied in (True, False)
-    if (family, tied) != ("llama", True)
+CASES = [
+    (family, tied, ROWS[(2 * i + tied) % len(ROWS)]) for i, family in enumerate(FAMILIES) for tied in (False, True)
 ]
+assert len(CASES) >= len(ROWS), "every row is somebody's"
 
 
 def case_name(case: tuple[str, bool, dict]) -> str:
@@ -60,7 +57,7 @@ def case_name(case: tuple[str, bool, dict]) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_name)
-def test_six_steps_equal_the_sequential_loop_bit_for_bit(case):
+def test_five_steps_equal_the_sequential_loop_bit_for_bit(case):
     family, tied, row = case
     settings = {k: v for k, v in row.items() if k not in ("dtype", "program", "tile")} | row["program"]
     options = toy_options(**settings)

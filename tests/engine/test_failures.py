@@ -59,7 +59,13 @@ def first_of_each_kind(plan: Plan) -> dict[OpKind, int]:
     return {op.kind: i for i, op in reversed(list(enumerate(plan.ops)))}
 
 
-TRAINING = [(program, kind) for program in SETTINGS for kind in first_of_each_kind(plan_of(program, STEP))]
+def training_kinds() -> list[tuple[str, OpKind]]:
+    """Each kind in the first program that has it."""
+    found = {kind: name for name in reversed(SETTINGS) for kind in first_of_each_kind(plan_of(name, STEP))}
+    return [(name, kind) for kind, name in found.items()]
+
+
+TRAINING = training_kinds()
 
 
 @pytest.fixture(autouse=True)

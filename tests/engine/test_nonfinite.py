@@ -72,8 +72,9 @@ def start(engine: Engine, injector: Injector) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("target", ["loss", *UNITS])
+@pytest.mark.parametrize(
+    ("target", "value"), [*((t, math.nan) for t in ("loss", *UNITS)), ("loss", -math.inf), ("block.0", math.inf)]
+)
 def test_skip_leaves_every_weight_and_moment_as_it_was(target, value, dtype):
     """The steps after it go on as if it had not been there: the count of updates too."""
     options, injector = toy_options(**SKIP, micro_batches=2), Injector(target, value)
@@ -157,8 +158,9 @@ def test_an_eager_stop_on_a_gradient_tears_the_state_unless_nothing_was_written_
         assert [found.get(n) for n in own] == [before.get(n) for n in own], "what was not finite was not written"
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 3e38])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(math.nan, torch.bfloat16), (math.inf, torch.float32), (3e38, torch.float32)], ids=str
+)
 def test_a_weight_that_is_not_finite_is_skipped_too(value, dtype):
     """Not injected into a gradient: the model itself overflows."""
     options = toy_options(**SKIP)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
+
 import pytest
 import torch
 
@@ -22,6 +25,7 @@ from engine.toys import (
     write_weights,
 )
 from slideformer.data.batches import MicroBatch
+from slideformer.device.cpu import CpuDevice
 from slideformer.engine.feed import build_feed
 from slideformer.errors import BadInput
 
@@ -94,8 +98,7 @@ def test_a_tile_may_be_smaller_than_a_row(tile):
     assert_equal(tiny_decoder(tile=tile, blocks=1), options, [(tiny_batch(1, seed=s), LR) for s in range(2)])
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "phi3"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("gpt2", False), ("gemma3", True), ("phi3", False)])
 def test_masks_and_positions_reach_the_model(family, tied):
     """Left padding, holes and given positions go to the model's own code; right padding does not need to."""
     ids, labels = (getattr(toy_batch()[0], name) for name in ("input_ids", "labels"))
@@ -150,37 +153,84 @@ def test_right_padding_gives_the_same_with_and_without_a_mask():
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (dict(input_ids=torch.zeros(2, 12, dtype=torch.int32)), "input_ids must be int64"),
-        (dict(input_ids=torch.zeros(24, dtype=torch.int64)), "input_ids must be int64"),
-        (dict(labels=torch.zeros(2, 11, dtype=torch.int64)), "labels is [2, 11], input_ids is [2, 12]"),
-        (dict(attention_mask=torch.ones(2, 13)), "attention_mask is [2, 13]"),
-        (dict(position_ids=torch.full((2, 12), -1)), "position -1 is negative"),
-        (dict(position_ids=torch.full((2, 12), 64)), "has 65 positions, and the model's position table has 64"),
-        (dict(input_ids=torch.full((2, 12), 307)), "token id 307 is outside the vocabulary of 307"),
-        (dict(input_ids=torch.full((2, 12), -1)), "token id -1 is outside"),
-        (dict(labels=torch.full((2, 12), 400)), "label 400 is neither a token"),
-        (dict(labels=torch.full((2, 12), -100)), "no target tokens"),
-        (
-            dict(input_ids=torch.zeros(3, 12, dtype=torch.int64), labels=torch.zeros(3, 12, dtype=torch.int64)),
-            "3 x 12 tokens, the engine was built for 2 x 12",
-        ),
-    ],
-    ids=lambda v: v if isinstance(v, str) else "",
-)
-def test_a_batch_that_does_not_fit_is_refused_and_nothing_is_done(change, sentence):
-    decoder, options = toy_decoder("gpt2"), toy_options(**EAGER)
-    good = toy_batch()
-    bad = MicroBatch(good[0].input_ids, good[0].labels)
-    for name, value in change.items():
-        setattr(bad, name, value)
+def test_a_batch_may_be_changed_as_soon_as_step_has_returned():
+    decoder, options = tiny_decoder(), toy_options(**EAGER, micro_batches=2)
+    steps = [(tiny_batch(2, seed=s), LR) for s in range(4)]
+    expected = run_sequential(decoder, options, steps)
     with engine_on(decoder, options) as engine:
         write_weights(decoder.layout, engine)
-        with pytest.raises(BadInput) as error:
-            engine.step([bad], lr=LR)
-        assert sentence in str(error.value)
+        for batch, lr in steps:
+            engine.step(batch, lr=lr)
+            for micro in batch:
+                micro.input_ids.fill_(1)
+                micro.labels.fill_(-100)
+        engine.synchronize()
+        assert state_hashes(engine) == expected.state
+
+
+@PROGRAMS
+def test_delays_of_many_milliseconds_change_nothing(program):
+    """A hundred times as long as an op takes itself."""
+    decoder, options = tiny_decoder(blocks=2), toy_options(**program, micro_batches=2, saved_on_device=1)
+    steps = [(tiny_batch(2, seed=s, length=12 - s), LR) for s in range(4)]
+    expected = run_sequential(decoder, options, steps)
+    for seed in range(2):
+        with engine_on(decoder, options, CpuDevice(jitter_s=1e-2, poison=True, seed=seed)) as engine:
+            assert run_engine(engine, steps) == expected
+
+
+@PROGRAMS
+def test_a_long_run_leaves_nothing_behind(program):
+    """Buffers stay where they are, and marks and results go when the caller lets go of them."""
+    options = toy_options(**program)
+    with engine_on(tiny_decoder(blocks=2), options, CpuDevice()) as engine:
+        write_weights(engine.layout, engine)
+        addresses, living = [], []
+        for index in range(30):
+            batch = tiny_batch(seed=index, length=4 + index % 9)
+            loss = engine.step(batch, lr=LR).loss
+            assert loss == loss
+            if index in (4, 29):
+                engine.synchronize()
+                gc.collect()
+                held = engine.executor.buffers.values()
+                addresses.append([t.data_ptr() for t in held if isinstance(t, torch.Tensor)])
+                living.append(Counter(type(o).__name__ for o in gc.get_objects()))
+        assert addresses[0] == addresses[1]
+        for name in ("HostMark", "Event", "Run", "Feed", "StepResult", "Tensor", "partial", "Reach", "frame"):
+            assert living[1][name] <= living[0][name], name
+        assert living[0]["HostMark"] >= len(engine.plan.ops)
+
+
+WRONG = [
+    (dict(input_ids=torch.zeros(2, 12, dtype=torch.int32)), "input_ids must be int64"),
+    (dict(input_ids=torch.zeros(24, dtype=torch.int64)), "input_ids must be int64"),
+    (dict(input_ids=torch.zeros(0, 12, dtype=torch.int64)), "input_ids must be int64"),
+    (dict(labels=torch.zeros(2, 11, dtype=torch.int64)), "labels is [2, 11], input_ids is [2, 12]"),
+    (dict(attention_mask=torch.ones(2, 13)), "attention_mask is [2, 13]"),
+    (dict(position_ids=torch.full((2, 12), -1)), "position -1 is negative"),
+    (dict(position_ids=torch.full((2, 12), 64)), "has 65 positions, and the model's position table has 64"),
+    (dict(input_ids=torch.full((2, 12), 307)), "token id 307 is outside the vocabulary of 307"),
+    (dict(input_ids=torch.full((2, 12), -1)), "token id -1 is outside"),
+    (dict(labels=torch.full((2, 12), 400)), "label 400 is neither a token"),
+    (dict(labels=torch.full((2, 12), -100)), "no target tokens"),
+    (dict(input_ids=torch.zeros(3, 12, dtype=torch.int64), labels=torch.zeros(3, 12, dtype=torch.int64)), "3 x 12"),
+    (dict(input_ids=torch.zeros(1, 65, dtype=torch.int64), labels=torch.zeros(1, 65, dtype=torch.int64)), "1 x 65"),
+]
+
+
+def test_a_batch_that_does_not_fit_is_refused_and_nothing_is_done():
+    decoder, options = toy_decoder("gpt2"), toy_options(**EAGER)
+    good = toy_batch()
+    with engine_on(decoder, options) as engine:
+        write_weights(decoder.layout, engine)
+        for change, sentence in WRONG:
+            bad = MicroBatch(good[0].input_ids, good[0].labels)
+            for name, value in change.items():
+                setattr(bad, name, value)
+            with pytest.raises(BadInput) as error:
+                engine.step([bad], lr=LR)
+            assert sentence in str(error.value)
         for batch, lr in (([], LR), (good * 2, LR), (good, -1.0), (good, float("nan")), (good, float("inf"))):
             with pytest.raises(BadInput):
                 engine.step(batch, lr=lr)

@@ -58,7 +58,7 @@ class Engine:
             if options.ahead == "auto":
                 ahead = auto_ahead(self.layout, options, self.budget, device, self.kernels)
                 self.options = options = replace(options, ahead=ahead)
-                self.budget = self._require_fit()
+                self.budget = self._require_fit() if ahead else self.budget
             self.step_options = options.step_options(self.layout, decoder.dtype)
             self._plans: dict[tuple[bool, int], Plan] = {}
             self.plan = self._plan(trains=True, micro_batches=options.micro_batches)

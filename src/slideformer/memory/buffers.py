@@ -12,7 +12,7 @@ from enum import StrEnum
 import torch
 
 from slideformer.device import Device
-from slideformer.layout import Layout, UnitKind
+from slideformer.layout import Layout
 from slideformer.memory.host import Arena, aligned
 from slideformer.memory.state import Moments, State, Twin
 from slideformer.schedule import Buffer, Place, Plan
@@ -71,56 +71,64 @@ def num_rows(layout: Layout, shape: BatchShape) -> int:
 
 def needs(plans: Iterable[Plan], layout: Layout, shape: BatchShape) -> dict[Buffer, Need]:
     """What every buffer of these plans takes."""
-    return {b: _need(b, layout, shape) for plan in plans for b in plan.buffers()}
+    sizes = _Sizes(layout, shape)
+    return {b: sizes.need(b) for plan in plans for b in plan.buffers()}
 
 
-def _need(buffer: Buffer, layout: Layout, shape: BatchShape) -> Need:
-    place, index = buffer
-    units, dtype, fp32 = layout.units, shape.dtype, torch.float32
-    blocks = [u for u in units if u.kind is UnitKind.BLOCK]
-    trained_block = max(u.train_numel for u in blocks)
-    hidden = shape.micro_tokens * shape.hidden
-    rows_numel = num_rows(layout, shape) * units[0].row_numel
-    unit = index[0] if index else 0
-    match place:
-        case Place.WEIGHT | Place.RESIDUAL | Place.MOMENTS | Place.SPARE:
-            return Need(Tier.STATE)
-        case Place.CALL | Place.VERDICT:
-            return Need(Tier.CELL)
-        case Place.ROWS_HOST | Place.ROW_GRAD_HOST:
-            return Need(Tier.LOCKED, rows_numel, dtype)
-        case Place.RING:
-            largest = max(t.numel for i in range(len(units)) for t in layout.tiles(i, trained=True)[:1])
-            return Need(Tier.LOCKED, largest, dtype)
-        case Place.GRAD_HOST:
-            return Need(Tier.LOCKED, layout.tiles(unit, trained=True)[index[1]].numel, dtype)
-        case Place.SAVED:
-            return Need(Tier.LOCKED, hidden, dtype)
-        case Place.NORM_HOST | Place.NORM:
-            tier = Tier.DEVICE if place is Place.NORM else Tier.LOCKED
-            return Need(tier, num_norms(layout, unit), fp32)
-        case Place.LOSS_HOST | Place.LOSS:
-            return Need(Tier.DEVICE if place is Place.LOSS else Tier.LOCKED, 1, fp32)
-        case Place.BATCH:
-            return Need(Tier.DEVICE, 5 * shape.tokens + num_rows(layout, shape), torch.int64)
-        case Place.ROWS | Place.ROW_GRAD:
-            return Need(Tier.DEVICE, rows_numel, dtype)
-        case Place.ROW_SUM:
-            return Need(Tier.DEVICE, rows_numel, fp32)
-        case Place.SLOT:
-            return Need(Tier.DEVICE, max(u.numel for u in blocks), dtype)
-        case Place.HIDDEN:
-            return Need(Tier.DEVICE, hidden, dtype)
-        case Place.GRAD:
-            return Need(Tier.DEVICE, trained_block, dtype)
-        case Place.GRAD_SUM:
-            return Need(Tier.DEVICE, trained_block, fp32)
-        case Place.DENSE:
-            return Need(Tier.DEVICE, units[unit].numel, dtype)
-        case Place.DENSE_GRAD:
-            return Need(Tier.DEVICE, units[unit].train_numel, dtype)
-        case Place.DENSE_SUM:
-            return Need(Tier.DEVICE, units[unit].train_numel, fp32)
+class _Sizes:
+    """Lengths that many buffers share, found once: a plan of an 8B model names twenty thousand buffers."""
+
+    def __init__(self, layout: Layout, shape: BatchShape) -> None:
+        self.layout, self.shape = layout, shape
+        blocks = [layout.units[u] for u in layout.blocks]
+        self.block, self.trained_block = max(u.numel for u in blocks), max(u.train_numel for u in blocks)
+        self.hidden = shape.micro_tokens * shape.hidden
+        self.rows = num_rows(layout, shape) * layout.units[0].row_numel
+        self.landings = [[t.numel for t in layout.tiles(u, trained=True)] for u in range(len(layout.units))]
+        self.largest_landing = max(tiles[0] for tiles in self.landings if tiles)
+
+    def need(self, buffer: Buffer) -> Need:
+        place, index = buffer
+        layout, shape, dtype, fp32 = self.layout, self.shape, self.shape.dtype, torch.float32
+        unit = index[0] if index else 0
+        match place:
+            case Place.WEIGHT | Place.RESIDUAL | Place.MOMENTS | Place.SPARE:
+                return Need(Tier.STATE)
+            case Place.CALL | Place.VERDICT:
+                return Need(Tier.CELL)
+            case Place.ROWS_HOST | Place.ROW_GRAD_HOST:
+                return Need(Tier.LOCKED, self.rows, dtype)
+            case Place.RING:
+                return Need(Tier.LOCKED, self.largest_landing, dtype)
+            case Place.GRAD_HOST:
+                return Need(Tier.LOCKED, self.landings[unit][index[1]], dtype)
+            case Place.SAVED:
+                return Need(Tier.LOCKED, self.hidden, dtype)
+            case Place.NORM_HOST | Place.NORM:
+                tier = Tier.DEVICE if place is Place.NORM else Tier.LOCKED
+                return Need(tier, num_norms(layout, unit), fp32)
+            case Place.LOSS_HOST | Place.LOSS:
+                return Need(Tier.DEVICE if place is Place.LOSS else Tier.LOCKED, 1, fp32)
+            case Place.BATCH:
+                return Need(Tier.DEVICE, 5 * shape.tokens + num_rows(layout, shape), torch.int64)
+            case Place.ROWS | Place.ROW_GRAD:
+                return Need(Tier.DEVICE, self.rows, dtype)
+            case Place.ROW_SUM:
+                return Need(Tier.DEVICE, self.rows, fp32)
+            case Place.SLOT:
+                return Need(Tier.DEVICE, self.block, dtype)
+            case Place.HIDDEN:
+                return Need(Tier.DEVICE, self.hidden, dtype)
+            case Place.GRAD:
+                return Need(Tier.DEVICE, self.trained_block, dtype)
+            case Place.GRAD_SUM:
+                return Need(Tier.DEVICE, self.trained_block, fp32)
+            case Place.DENSE:
+                return Need(Tier.DEVICE, layout.units[unit].numel, dtype)
+            case Place.DENSE_GRAD:
+                return Need(Tier.DEVICE, layout.units[unit].train_numel, dtype)
+            case Place.DENSE_SUM:
+                return Need(Tier.DEVICE, layout.units[unit].train_numel, fp32)
 
 
 def num_norms(layout: Layout, unit: int) -> int:
