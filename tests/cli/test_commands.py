@@ -144,7 +144,7 @@ def test_plan_shows_bytes_and_a_timeline_in_80_columns_without_weights(slideform
         "first moments",
         "  compute ",
         "   update ",
-        "tokens/s, expected at",
+        "tokens/s,\nexpected at",
     ):
         assert expected in done.stdout
     assert not (tmp_path / "out").exists()

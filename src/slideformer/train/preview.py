@@ -86,8 +86,8 @@ class Preview:
             *_table("host", self.budget.host),
             "",
             f"a step of {config.per_device_train_batch_size} x {config.gradient_accumulation_steps} sequences of "
-            f"{config.max_length} tokens: {step_s:.3g} s, {self.tokens_per_step / step_s:,.0f} tokens/s, expected at",
-            f"{rates.flops / 1e12:.3g} TFLOP/s, {rates.link_nbytes / 1e9:.3g} GB/s each way, "
+            f"{config.max_length} tokens: {step_s:.3g} s, {self.tokens_per_step / step_s:,.0f} tokens/s,",
+            f"expected at {rates.flops / 1e12:.3g} TFLOP/s, {rates.link_nbytes / 1e9:.3g} GB/s each way, "
             f"{rates.update_numel / 1e9:.3g} G parameters/s updated",
             "",
             self.timeline.text(width=WIDTH, run=1),
