@@ -89,7 +89,7 @@ def _text(facts: dict[str, object]) -> str:
             "trains on",
             str(facts["device"]) + (", though there is a GPU: this torch cannot use it" if gpus and on_cpu else ""),
         ),
-        ("page-locking", locking[facts["page_lock_gib_at_once"]]),  # type: ignore[index]
+        ("page-locking", locking[facts["page_lock_gib_at_once"]]),
         (
             "link",
             f"{facts['upload_gbps']:.1f} up, {facts['download_gbps']:.1f} down, "
