@@ -111,7 +111,7 @@ def test_files_are_safetensors_by_the_parameters_names(engine, tmp_path) -> None
 
 def test_a_torn_state_is_not_saved(tmp_path) -> None:
     def after(number: int) -> None:
-        if written and number > written[0]:
+        if number in written:  # the first write is done, and the others will not be
             raise RuntimeError("a fault")
 
     written: list[int] = []
@@ -434,11 +434,13 @@ for line in sys.stdin:  # seconds after its first step, or nothing: let it end
 def test_killed_at_random_moments_a_run_ends_as_if_it_never_was(tmp_path) -> None:
     model = make_model(tmp_path / "model", num_hidden_layers=2, hidden_size=16, intermediate_size=16)
     rows = write_sums(tmp_path / "rows.jsonl", 24)
-    settings = {"max_steps": 90, "save_steps": 1, "resume_from_checkpoint": "auto", "per_device_train_batch_size": 5}
+    settings = {"max_steps": 60, "save_steps": 1, "resume_from_checkpoint": "auto", "per_device_train_batch_size": 5}
     settings |= {"model_name_or_path": str(model), "dataset": str(rows), "output_dir": "out", "device": "cpu"}
     settings |= {"cpu_threads": 1, "max_length": 48, "tile_numel": 1000, "learning_rate": 1e-3}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "OMP_NUM_THREADS": "1"}
     chance = random.Random(0)
+
+    in_saves = []
 
     def runs(folder: Path, delays: list[float | None], **other) -> tuple[list[int], list[str], list[str]]:
         """Exit codes, where each began, and the newest complete checkpoint before it."""
@@ -454,19 +456,21 @@ def test_killed_at_random_moments_a_run_ends_as_if_it_never_was(tmp_path) -> Non
                 driver.stdin.write(f"{'' if delay is None else delay}\n")
                 driver.stdin.flush()
                 code, start = driver.stdout.readline().split()
+                in_saves.append(bool(list((folder / "out").glob(".checkpoint-*"))))
                 codes.append(int(code))
                 starts.append(start)
         return codes, starts, newest
 
     assert runs(tmp_path / "straight", [None], save_steps=1000)[0] == [0]
-    delays = [chance.uniform(0, 0.12) for _ in range(20)]
+    delays = [chance.uniform(0, 0.08) for _ in range(20)]
     codes, starts, newest = runs(tmp_path / "killed", [*delays, None])
     assert codes == [-signal.SIGKILL] * 20 + [0]
     assert starts == newest
-    assert len(set(starts)) > 10
-    last = [tmp_path / folder / "out/checkpoint-90" for folder in ("straight", "killed")]
+    assert len(set(starts)) > 5
+    assert sum(in_saves) >= 3  # kills in the middle of a save or a rotation
+    last = [tmp_path / folder / "out/checkpoint-60" for folder in ("straight", "killed")]
     for path in last[0].glob("*.safetensors"):
         assert path.read_bytes() == (last[1] / path.name).read_bytes(), path.name
     lines = [json.loads(line) for line in (tmp_path / "killed/out/metrics.jsonl").read_text().splitlines()]
-    assert [line["global_step"] for line in lines] == list(range(1, 91))
-    assert [n for n in names(tmp_path / "killed/out") if "checkpoint" in n] == ["checkpoint-89", "checkpoint-90"]
+    assert [line["global_step"] for line in lines] == list(range(1, 61))
+    assert [n for n in names(tmp_path / "killed/out") if "checkpoint" in n] == ["checkpoint-59", "checkpoint-60"]

@@ -255,6 +255,19 @@ def test_a_signal_in_a_save_lets_it_finish_and_writes_no_second_one(config_for, 
     assert [path.name for path in tmp_path.glob("out/*checkpoint*")] == ["checkpoint-2"]
 
 
+def test_a_signal_just_after_the_look_for_one_is_not_answered_without_a_checkpoint(config_for, monkeypatch) -> None:
+    evaluates_after = trainer._Run._evaluates_after
+
+    def signalled(self, index):
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluates_after(self, index)
+
+    monkeypatch.setattr(trainer._Run, "_evaluates_after", signalled)
+    with pytest.raises(Stopped, match="after step 3 of 9: go on from checkpoint-3"):
+        run(config_for(max_steps=9, save_steps=100))
+
+
 def test_a_second_signal_in_a_save_ends_the_run_at_once_and_leaves_no_half(config_for, tmp_path, monkeypatch) -> None:
     class Impatient(checkpoint._Summing):
         def write(self, data):
