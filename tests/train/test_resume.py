@@ -256,11 +256,12 @@ def test_a_signal_in_a_save_lets_it_finish_and_writes_no_second_one(config_for, 
 
 
 def test_a_signal_just_after_the_look_for_one_is_not_answered_without_a_checkpoint(config_for, monkeypatch) -> None:
-    evaluates_after = trainer._Run._evaluates_after
+    evaluates_after, sent = trainer._Run._evaluates_after, []
 
     def signalled(self, index):
-        if index == 1:
+        if index == 1 and not sent:
             os.kill(os.getpid(), signal.SIGTERM)
+            sent.append(index)
         return evaluates_after(self, index)
 
     monkeypatch.setattr(trainer._Run, "_evaluates_after", signalled)
