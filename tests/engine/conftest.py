@@ -1,12 +1,23 @@
-"""Toy tensors are too small to share between threads: with two, a step of the reference takes ten times as long."""
+"""What holds for every test of the engine."""
+
+import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 
 @pytest.fixture(autouse=True, scope="package")
-def one_torch_thread():
+def one_torch_thread() -> Iterator[None]:
+    """Toy tensors are too small to share between threads: with two, a step of the reference takes ten times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def all_threads_end() -> Iterator[None]:
+    yield
+    left = [t.name for t in threading.enumerate() if t.name.startswith("slideformer")]
+    assert left == [], "threads that nobody joined"
