@@ -24,7 +24,8 @@ Action = Callable[[Reach, Run, Op], None]
 
 SWITCH_INTERVAL_S = 2e-4
 """How long a thread may keep Python's lock while another waits for it. With the default 5 ms a launcher or a host lane
-waits for the caller's loop over a plan (~15 ms for 1,000 ops) at the joint between steps, where all wait for it."""
+waits for the caller's loop over the next plan at the joint between steps, where all wait for it: with this and a gather
+that goes tile by tile, gathering 172 MB went from 39 to 12 ms (H200, 2026-11-30)."""
 
 RUNS_IN_FLIGHT = 2
 """Runs submitted and not done: one at work, one queued behind it, so that queues stay bounded."""
