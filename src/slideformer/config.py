@@ -24,6 +24,24 @@ SIZE_UNITS = {
 }
 MIN_SIZE_NBYTES = 2**20  # a bare number below this was meant as GiB: ask, do not guess
 DEFAULT_WARMUP_RATIO = 0.03
+Schedule = Literal[
+    "cosine",
+    "linear",
+    "constant",
+    "constant_with_warmup",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+    "reduce_lr_on_plateau",
+    "greedy",
+]
+FOLLOWS_A_METRIC = ("reduce_lr_on_plateau", "greedy")  # rates that depend on what the evaluations gave
+WITHOUT_WARMUP = ("constant", *FOLLOWS_A_METRIC)
+WITH_A_FLOOR = ("cosine", "linear")
+TrackerName = Literal["tensorboard", "trackio", "wandb", "mlflow"]
 NULL_MEANS = {
     "max_steps": -1,
     "max_grad_norm": 0.0,
@@ -32,6 +50,7 @@ NULL_MEANS = {
     "eval_strategy": "no",
     "save_strategy": "no",
     "resume_from_checkpoint": False,
+    "lr_scheduler_kwargs": {},
 }
 
 
@@ -44,19 +63,22 @@ class DatasetSpec(BaseModel):
 
 
 class TrainConfig(BaseModel):
-    """Everything `slideformer train` needs. Sizes are bytes, or text like "24GiB"."""
+    """Everything `slideformer train` needs. Sizes are bytes, or text like "24GiB".
+
+    model_name_or_path and dataset may stay empty only where a Trainer is given a model and rows by themselves.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     # Model
-    model_name_or_path: str
+    model_name_or_path: str = ""
     attn_implementation: Literal["auto", "eager", "sdpa"] = "auto"
     disable_dropout: bool = False
     use_liger_kernel: bool = False  # elementwise kernels of the liger-kernel package in the blocks, on a GPU
     freeze: tuple[str, ...] = ()  # regular expressions searched in parameter names
 
     # Data
-    dataset: tuple[DatasetSpec, ...] = Field(min_length=1)
+    dataset: tuple[DatasetSpec, ...] = ()
     dataset_text_field: str = "text"
     eval_dataset: dict[str, str] = {}  # name -> file; the metric is eval_NAME_loss, eval_loss for the name ""
     val_size: float = Field(0, ge=0)  # rows taken from the training rows; a share of them below 1
@@ -78,8 +100,9 @@ class TrainConfig(BaseModel):
 
     # Optimizer
     learning_rate: float = Field(1e-5, ge=0)
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
-    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    lr_scheduler_type: Schedule = "cosine"
+    lr_scheduler_kwargs: dict[str, float | str | bool | None] = {}  # as transformers' schedule of that name takes them
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)  # of cosine and linear
     warmup_ratio: float | None = Field(None, ge=0, le=1)
     warmup_steps: float | None = Field(None, ge=0)  # a share of all steps below 1
     weight_decay: float = Field(0.0, ge=0)
@@ -111,11 +134,17 @@ class TrainConfig(BaseModel):
     save_steps: int | None = Field(None, ge=1)
     save_total_limit: int | None = Field(2, ge=1)  # checkpoints that are kept; null: all
     resume_from_checkpoint: bool | str = False  # a checkpoint's folder; true: the newest; auto: the newest, if any
-    report_to: Literal["none"] = "none"
+    run_name: str | None = None  # what trackers call the run; null: the name of output_dir
+    report_to: tuple[TrackerName, ...] = ()
     logging_steps: int = Field(1, ge=1)
     eval_strategy: Literal["no", "steps", "epoch"] = "no"
     eval_steps: int | None = Field(None, ge=1)
     eval_on_start: bool = False
+    load_best_model_at_end: bool = False
+    metric_for_best_model: str | None = None  # null: eval_loss, or that of the only evaluation set
+    greater_is_better: bool = False
+    early_stopping_patience: int | None = Field(None, ge=1)  # evaluations without a better metric; null: never
+    early_stopping_threshold: float = Field(0.0, ge=0)  # what counts as better by more than this
 
     @field_validator("*", mode="before")
     @classmethod
@@ -149,6 +178,17 @@ class TrainConfig(BaseModel):
     def _one_eval_dataset(cls, value: object) -> object:
         return {"": value} if isinstance(value, str) else {} if value is None else value
 
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _trackers(cls, value: object) -> object:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return [item for item in items if item not in ("none", None, False)]
+
+    @field_validator("metric_for_best_model")
+    @classmethod
+    def _with_its_prefix(cls, value: str | None) -> str | None:
+        return value if value is None or value.startswith("eval_") else f"eval_{value}"
+
     @field_validator("freeze", mode="before")
     @classmethod
     def _one_pattern(cls, value: object) -> object:
@@ -181,11 +221,16 @@ class TrainConfig(BaseModel):
         """Defaults that depend on what else was given; `values` itself is left alone."""
         filled = dict(values)
         if filled.get("warmup_ratio") is None and filled.get("warmup_steps") is None:
-            filled["warmup_ratio"] = 0.0 if filled.get("lr_scheduler_type") == "constant" else DEFAULT_WARMUP_RATIO
+            cold = filled.get("lr_scheduler_type") in WITHOUT_WARMUP
+            filled["warmup_ratio"] = 0.0 if cold else DEFAULT_WARMUP_RATIO
         if "eval_strategy" not in filled and (filled.get("eval_dataset") or filled.get("val_size")):
             filled["eval_strategy"] = "steps" if filled.get("eval_steps") else "epoch"
         if "save_strategy" not in filled and filled.get("save_steps"):
             filled["save_strategy"] = "steps"
+        if filled.get("metric_for_best_model") is None:
+            sets = filled.get("eval_dataset")
+            name = next(iter(sets)) if isinstance(sets, dict) and len(sets) == 1 else ""
+            filled["metric_for_best_model"] = f"eval_{name}_loss" if name else "eval_loss"
         if filled.get("data_seed") is None:
             filled["data_seed"] = filled.get("seed", cls.model_fields["seed"].default)
         return filled
@@ -200,9 +245,10 @@ class TrainConfig(BaseModel):
     def _rules(self) -> list[tuple[bool, str]]:
         """Every rule between fields, as (is it broken, what to say)."""
         has_eval = bool(self.eval_dataset) or self.val_size > 0
-        constant = self.lr_scheduler_type == "constant"
         return [
             *self._rules_of_moments(has_eval),
+            *self._rules_of_the_schedule(),
+            *self._rules_of_the_best(),
             (
                 self.update == "eager" and self.max_grad_norm > 0,
                 "update: eager cannot clip (it updates before the norm is known), and "
@@ -217,14 +263,6 @@ class TrainConfig(BaseModel):
                 "warmup_ratio and warmup_steps are both given: keep one",
             ),
             (
-                constant and bool(self.warmup_ratio or self.warmup_steps),
-                "lr_scheduler_type: constant has no warm-up: use constant_with_warmup, or drop the warm-up",
-            ),
-            (
-                self.lr_scheduler_type.startswith("constant") and self.min_lr_ratio > 0,
-                f"min_lr_ratio has no meaning with lr_scheduler_type: {self.lr_scheduler_type}: drop it",
-            ),
-            (
                 bool(self.eval_dataset) and self.val_size > 0,
                 "eval_dataset and val_size are both given: evaluate on files, or on rows taken from the training rows",
             ),
@@ -233,7 +271,7 @@ class TrainConfig(BaseModel):
                 f"val_size is {self.val_size:g}: give a number of rows, or a share below 1",
             ),
             (
-                abspath(self.output_dir) == abspath(self.model_name_or_path),
+                bool(self.model_name_or_path) and abspath(self.output_dir) == abspath(self.model_name_or_path),
                 f"output_dir is the model's own folder, {self.output_dir}, which it would overwrite: choose another",
             ),
         ]
@@ -269,6 +307,45 @@ class TrainConfig(BaseModel):
             (
                 self.resume_from_checkpoint == "",
                 "resume_from_checkpoint is empty: give a checkpoint's folder, true or auto",
+            ),
+        ]
+
+    def _rules_of_the_schedule(self) -> list[tuple[bool, str]]:
+        name = self.lr_scheduler_type
+        cold = name in WITHOUT_WARMUP
+        instead = "use constant_with_warmup, or drop the warm-up" if name == "constant" else "drop the warm-up"
+        return [
+            (
+                cold and bool(self.warmup_ratio or self.warmup_steps),
+                f"lr_scheduler_type: {name} has no warm-up: {instead}",
+            ),
+            (
+                name not in WITH_A_FLOOR and self.min_lr_ratio > 0,
+                f"min_lr_ratio has no meaning with lr_scheduler_type: {name}: drop it"
+                + ("" if name.startswith("constant") else ", or say it in lr_scheduler_kwargs"),
+            ),
+            (
+                name in FOLLOWS_A_METRIC and self.eval_strategy == "no",
+                f"lr_scheduler_type: {name} follows {self.metric_for_best_model}, but nothing is evaluated: give "
+                + "eval_dataset or val_size",
+            ),
+        ]
+
+    def _rules_of_the_best(self) -> list[tuple[bool, str]]:
+        """When checkpoints are compared."""
+        judges = "load_best_model_at_end" if self.load_best_model_at_end else "early_stopping_patience"
+        asked = self.load_best_model_at_end or self.early_stopping_patience is not None
+        each = self.eval_steps if self.eval_strategy == "steps" else None
+        return [
+            (
+                asked and self.eval_strategy == "no",
+                f"{judges} needs evaluations, but eval_strategy is no: give eval_dataset or val_size",
+            ),
+            (
+                self.load_best_model_at_end
+                and (self.save_strategy != self.eval_strategy or bool(each and (self.save_steps or 0) % each)),
+                "load_best_model_at_end needs a checkpoint at evaluations: set save_strategy as eval_strategy, and "
+                + "save_steps to eval_steps or a multiple of it",
             ),
         ]
 

@@ -42,7 +42,7 @@ def complaint(load, tmp_path: Path) -> Callable[..., str]:
     [
         ("lerning_rate: 1e-5", "3: unknown key lerning_rate: did you mean learning_rate?"),
         ("learning_rate: fast", "3: learning_rate: found 'fast', should be a valid number"),
-        ("run_name: a", "3: run_name is not available in this version: leave it out"),
+        ("push_to_hub: true", "3: push_to_hub is not available in this version: leave it out"),
         ("packing: true", "3: packing: found True, should be False (nothing else is available in this version)"),
         ("bf16: maybe", "3: bf16: found 'maybe', should be 'auto' or should be a valid boolean"),
         ("lr: 1\nlearning_rate: 2", "4: lr and learning_rate are both learning_rate (also at train.yaml:3): keep one"),
@@ -63,6 +63,9 @@ def test_an_unknown_key_that_is_near_nothing_lists_the_known_ones(complaint) -> 
 def test_a_missing_key_is_named_with_the_file(complaint) -> None:
     assert complaint("dataset: rows.jsonl\n") == (
         "train.yaml: model_name_or_path is not given, and it has no default: add `model_name_or_path: ...`"
+    )
+    assert complaint("model: m\ndataset: []\n") == (
+        "train.yaml:2: dataset is empty, and it has no default: add `dataset: ...`"
     )
 
 

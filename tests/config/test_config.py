@@ -56,6 +56,13 @@ def test_a_dataset_is_a_path_or_a_list_with_weights(written, means) -> None:
         ("eval_dataset", "held.jsonl", {"": "held.jsonl"}),
         ("bf16", "auto", "auto"),
         ("bf16", True, True),
+        ("report_to", "none", ()),
+        ("report_to", False, ()),
+        ("report_to", None, ()),
+        ("report_to", "trackio", ("trackio",)),
+        ("report_to", ["tensorboard", "wandb"], ("tensorboard", "wandb")),
+        ("lr_scheduler_kwargs", None, {}),
+        ("metric_for_best_model", "loss", "eval_loss"),
     ],
 )
 def test_values_as_people_write_them(key, written, means) -> None:
@@ -71,7 +78,6 @@ def test_values_as_people_write_them(key, written, means) -> None:
         ({"max_gpu_memory": 24}, "found 24, which is no size: write 24GiB"),
         ({"max_gpu_memory": "lots"}, "no size"),
         ({"freeze": "("}, "no regular expression"),
-        ({"dataset": []}, "at least 1 item"),
         ({"dataset": {"path": "a", "weight": 0}}, "greater than 0"),
         ({"window": 0}, "greater than or equal to 1"),
         ({"save_total_limit": 0}, "greater than or equal to 1"),
@@ -80,7 +86,18 @@ def test_values_as_people_write_them(key, written, means) -> None:
         ({"save_strategy": True}, "found yes, which is not a value of save_strategy"),
         ({"resume_from_checkpoint": ""}, "resume_from_checkpoint is empty"),
         ({"packing": True}, "False"),
-        ({"report_to": "wandb"}, "'none'"),
+        ({"report_to": "wandbb"}, "'wandb'"),
+        ({"report_to": True}, "'wandb'"),
+        ({"lr_scheduler_type": "greedy"}, "follows eval_loss, but nothing is evaluated"),
+        ({"lr_scheduler_type": "polynomial", "min_lr_ratio": 0.1}, "drop it, or say it in lr_scheduler_kwargs"),
+        ({"lr_scheduler_type": "greedy", "val_size": 2, "warmup_steps": 2}, "greedy has no warm-up: drop the warm-up"),
+        ({"early_stopping_patience": 2}, "early_stopping_patience needs evaluations, but eval_strategy is no"),
+        ({"load_best_model_at_end": True}, "load_best_model_at_end needs evaluations"),
+        ({"load_best_model_at_end": True, "val_size": 2}, "needs a checkpoint at evaluations: set save_strategy"),
+        (
+            {"load_best_model_at_end": True, "val_size": 2, "eval_steps": 4, "save_steps": 6},
+            "save_steps to eval_steps or a multiple",
+        ),
         ({"update": "eager"}, "max_grad_norm is 1: set max_grad_norm: 0, or update: deferred"),
         ({"update": "eager", "max_grad_norm": 0, "on_nonfinite": "skip"}, "on_nonfinite: skip needs update: deferred"),
         ({"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio and warmup_steps are both given"),
@@ -110,6 +127,9 @@ def test_defaults_that_depend_on_what_else_is_given() -> None:
     assert make(val_size=2).eval_strategy == "epoch"
     assert make(val_size=2, eval_steps=5).eval_strategy == "steps"
     assert make(val_size=2, eval_strategy="no").eval_strategy == "no"
+    assert make(lr_scheduler_type="greedy", val_size=2).warmup_ratio == 0.0
+    assert make(val_size=2).metric_for_best_model == "eval_loss"
+    assert make(eval_dataset={"held": "x"}).metric_for_best_model == "eval_held_loss"
     assert make(per_device_train_batch_size=3).eval_batch_size == 3
     assert make(per_device_eval_batch_size=5).eval_batch_size == 5
 

@@ -98,18 +98,18 @@ CONVERTED: dict[str, Callable[[object], object]] = {
     "torch_dtype": _dtype_as_bf16,
     "dtype": _dtype_as_bf16,
 }
-ONE_VALUE_YET = ("packing", "report_to")
+ONE_VALUE_YET = ("packing",)
+REQUIRED = ("model_name_or_path", "dataset")
 NOT_YET = frozenset(
     (
         *(
-            "run_name",
             "num_workers",
             "dataloader_num_workers",
             "dataset_num_proc",
             "preprocessing_num_workers",
             "max_samples",
         ),
-        *("push_to_hub", "hub_model_id", "lr_scheduler_kwargs", "placement", "offload_dir"),
+        *("push_to_hub", "hub_model_id", "placement", "offload_dir"),
         *("offload_optimizer", "nvme_offload_fraction", "ac_offload_nvme"),
     )
 )
@@ -139,9 +139,13 @@ def resolve(*sources: Sequence[Setting]) -> Resolved:
         settings |= given
     values = {name: CONVERTED.get(s.key, _unchanged)(s.value) for name, s in settings.items()}
     try:
-        return Resolved(TrainConfig.model_validate(values), tuple(notices))
+        config = TrainConfig.model_validate(values)
     except ValidationError as error:
-        raise BadInput(_sentence(error, settings, sources)) from None
+        raise BadInput(_sentence(error, settings)) from None
+    for name in REQUIRED:
+        if not getattr(config, name):
+            raise BadInput(_missing(name, settings, sources))
+    return Resolved(config, tuple(notices))
 
 
 def _canonical(setting: Setting) -> str:
@@ -156,7 +160,15 @@ def _canonical(setting: Setting) -> str:
     raise BadInput(f"{setting.where}: unknown key {setting.key}{hint}")
 
 
-def _sentence(error: ValidationError, settings: dict[str, Setting], sources: Sequence[Sequence[Setting]]) -> str:
+def _missing(name: str, settings: dict[str, Setting], sources: Sequence[Sequence[Setting]]) -> str:
+    if name in settings:
+        return f"{settings[name].where}: {name} is empty, and it has no default: add `{name}: ...`"
+    wheres = [s.where.rsplit(":", 1)[0] for source in sources for s in source]
+    where = f"{wheres[0]}: " if wheres else ""
+    return f"{where}{name} is not given, and it has no default: add `{name}: ...`"
+
+
+def _sentence(error: ValidationError, settings: dict[str, Setting]) -> str:
     """The first of pydantic's complaints as one sentence that says where the value was written."""
     first = error.errors()[0]
     place = first["loc"]
@@ -165,10 +177,6 @@ def _sentence(error: ValidationError, settings: dict[str, Setting], sources: Seq
         named = [s.where for name, s in settings.items() if re.search(rf"\b{name}\b", text)]
         return f"{named[0]}: {text}" if named else text
     name = str(place[0])
-    if first["type"] == "missing" and len(place) == 1:
-        wheres = [s.where.rsplit(":", 1)[0] for source in sources for s in source]
-        where = f"{wheres[0]}: " if wheres else ""
-        return f"{where}{name} is not given, and it has no default: add `{name}: ...`"
     if first["type"] == "extra_forbidden":
         near = get_close_matches(str(place[-1]), DatasetSpec.model_fields, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(DatasetSpec.model_fields)}"
