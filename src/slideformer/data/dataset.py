@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slideformer.config import TrainConfig
-from slideformer.data.batches import Source, shuffled
+from slideformer.data.batches import Batches, MicroBatch, Source, evaluation_batches, shuffled
 from slideformer.data.encode import Sample, encode_row
 from slideformer.data.formats import LAYOUTS, UnusableRow, read_rows
 from slideformer.data.report import FileReport
@@ -45,6 +45,25 @@ def load_dataset(config: TrainConfig, codec: Codec) -> Dataset:
         train, held_out = _split(train, config)
         evaluation[""] = held_out
     return Dataset(tuple(train), evaluation, tuple(reports))
+
+
+def training_batches(dataset: Dataset, config: TrainConfig, codec: Codec) -> Batches:
+    """The steps of a run over the training samples."""
+    return Batches(
+        dataset.train,
+        config.per_device_train_batch_size,
+        config.gradient_accumulation_steps,
+        config.data_seed or 0,
+        codec.pad_id,
+    )
+
+
+def evaluation_sets(dataset: Dataset, config: TrainConfig, codec: Codec) -> dict[str, list[MicroBatch]]:
+    """Name -> all the samples of an evaluation set, once."""
+    return {
+        name: evaluation_batches(samples, config.eval_batch_size, codec.pad_id)
+        for name, samples in dataset.evaluation.items()
+    }
 
 
 def _load_file(path: Path, role: str, codec: Codec, config: TrainConfig) -> tuple[list[Sample], FileReport]:

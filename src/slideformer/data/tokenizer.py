@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from slideformer.config import TrainConfig
 from slideformer.errors import BadInput
 
 
@@ -37,6 +38,11 @@ class Codec:
     def encode(self, text: str) -> list[int]:
         """Ids of raw text, with the special tokens that the tokenizer adds by itself."""
         return self.tokenizer(text)["input_ids"]
+
+
+def codec_of(config: TrainConfig) -> Codec:
+    """The tokenizer of the config's model. Raises as `load_tokenizer` does."""
+    return load_tokenizer(config.model_name_or_path)
 
 
 def load_tokenizer(folder: Path | str) -> Codec:

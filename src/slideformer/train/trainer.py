@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slideformer.config import TrainConfig
-from slideformer.data import Batches, Dataset, MicroBatch, evaluation_batches, load_dataset, load_tokenizer
+from slideformer.data import Batches, Dataset, MicroBatch, codec_of, evaluation_sets, load_dataset, training_batches
 from slideformer.data.batches import StepBatch
 from slideformer.device import Device, LaneFailure, open_device
 from slideformer.engine import Engine, NonFinite, StepResult
@@ -53,19 +53,10 @@ def train(config: TrainConfig, console: Console) -> Path:
     """
     source, target = Path(config.model_name_or_path), Path(config.output_dir)
     model_config = read_config(source)  # a wrong folder is found before the tokenizer and the data are read
-    codec = load_tokenizer(source)
+    codec = codec_of(config)
     dataset = load_dataset(config, codec)
-    batches = Batches(
-        dataset.train,
-        config.per_device_train_batch_size,
-        config.gradient_accumulation_steps,
-        config.data_seed or 0,
-        codec.pad_id,
-    )
-    evaluation = {
-        name: evaluation_batches(samples, config.eval_batch_size, codec.pad_id)
-        for name, samples in dataset.evaluation.items()
-    }
+    batches = training_batches(dataset, config, codec)
+    evaluation = evaluation_sets(dataset, config, codec)
     _tell_data(dataset, console)
     check_parity(model_config, attn_implementation=config.attn_implementation, disable_dropout=config.disable_dropout)
     with open_device(config.device) as device:
