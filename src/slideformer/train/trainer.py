@@ -8,6 +8,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from slideformer.data import Batches, Dataset, MicroBatch, codec_of, evaluation_
 from slideformer.data.batches import StepBatch
 from slideformer.device import Device, LaneFailure, open_device
 from slideformer.engine import Engine, NonFinite, StepResult
-from slideformer.errors import BadInput, RunFailed
+from slideformer.errors import RunFailed
 from slideformer.memory import size
 from slideformer.model import weights
 from slideformer.model.folder import read_config
@@ -24,6 +25,7 @@ from slideformer.model.parity import check_parity
 from slideformer.train.checkpoint import LoggedSums, Progress
 from slideformer.train.console import Console
 from slideformer.train.metrics import METRICS, Metrics, MetricsFile, evaluation_metrics, lines_until
+from slideformer.train.output import claimed
 from slideformer.train.record import RunRecord
 from slideformer.train.resume import find_origin
 from slideformer.train.retention import Saver
@@ -59,10 +61,10 @@ def train(config: TrainConfig, console: Console) -> Path:
     evaluation = evaluation_sets(dataset, config, codec)
     _tell_data(dataset, console)
     check_parity(model_config, attn_implementation=config.attn_implementation, disable_dropout=config.disable_dropout)
-    with open_device(config.device) as device:
+    with open_device(config.device) as device, ExitStack() as held:
         decoder = build_decoder(config, device.kind, device.torch_device)
         weights.check(source, decoder.layout, names=decoder.names)
-        _make_folder(target)
+        held.enter_context(claimed(target))
         origin = find_origin(config, batches, decoder, device.kind, console)
         record = RunRecord(target, config, {"data": [report.as_dict() for report in dataset.reports]})
         with StopRequests() as stop, Engine(decoder, device, engine_options(config)) as engine:
@@ -97,13 +99,6 @@ def _tell_data(dataset: Dataset, console: Console) -> None:
             console.note(line)
         for warning in report.warnings():
             console.warn(warning)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"output_dir {folder} cannot be made: {error.strerror}: choose another") from None
 
 
 class _Run:
