@@ -188,6 +188,7 @@ def test_doctor_measures_this_machine(slideformer) -> None:
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["device"] == "cpu"
+    assert facts["device_update"] == "torch"
     assert facts["update_gparams"] > 0
     assert facts["both_ways_gbps"] > 0
     assert facts["versions"]["slideformer"]
@@ -197,7 +198,7 @@ def test_doctor_measures_this_machine(slideformer) -> None:
 def test_doctor_text_fits_80_columns(slideformer) -> None:
     done = slideformer("doctor", "--device", "cpu")
     assert max(map(len, done.stdout.splitlines())) <= 80
-    for row in ("installed", "optimizer", "update rate", "host memory", "GPU", "trains on", "page-locking", "link"):
+    for row in ("installed", "optimizer", "update rate", "host memory", "GPU", "trains on", "kernels", "link"):
         assert f"\n{row}" in "\n" + done.stdout
 
 

@@ -29,6 +29,7 @@ def _examine(name: str) -> Iterator[tuple[str, object]]:
     """Facts by name, in the order of the report. Rates are per second."""
     from slideformer.device import open_device
     from slideformer.engine.rates import update_rate
+    from slideformer.kernels.device_update import implementation
     from slideformer.memory import host_limit
     from slideformer.native import TorchKernels, load
     from slideformer.train.measure import link_speed, page_lock_rate
@@ -47,6 +48,7 @@ def _examine(name: str) -> Iterator[tuple[str, object]]:
     yield "gpus", _gpus()
     with open_device(name) as device:
         yield "device", device.kind
+        yield "device_update", implementation(device.torch_device)
         rate = page_lock_rate(device) if device.kind != "cpu" else None
         yield "page_lock_gib_at_once", None if device.kind == "cpu" else rate is not None
         yield "page_lock_gbps", rate and rate / 1e9
@@ -89,6 +91,7 @@ def _text(facts: dict[str, object]) -> str:
             "trains on",
             str(facts["device"]) + (", though there is a GPU: this torch cannot use it" if gpus and on_cpu else ""),
         ),
+        ("kernels", f"update on the device: {facts['device_update']}"),
         ("page-locking", locking[facts["page_lock_gib_at_once"]]),
         (
             "link",

@@ -77,5 +77,6 @@ def softmax_gradient_(
             HAS_CAP=softcap is not None,
             BLOCK=block,
             num_warps=NUM_WARPS,
+            enable_fp_fusion=True,
         )
     return losses

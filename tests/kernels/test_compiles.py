@@ -1,0 +1,79 @@
+"""Every Triton kernel compiles for AMD GPUs, down to their machine code, without one being there. Compiled, not run.
+
+And what must not be fused is not: seen in the PTX for an H200.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import slideformer.kernels
+
+AMD = [GPUTarget("hip", "gfx942", 64), GPUTarget("hip", "gfx1100", 32)]
+H200 = GPUTarget("cuda", 90, 32)
+
+# Kernel -> what its arguments are: types of those whose type the name does not tell, and the constants.
+KERNELS: dict[str, dict[str, object]] = {
+    "softmax_gradient._softmax_gradient": {
+        "z_ptr": "*bf16", "label_ptr": "*i64", "num_columns": "i32", "HAS_CAP": True, "BLOCK": 4096,
+    },
+    "adamw._adamw": {
+        "weight_ptr": "*i16", "residual_ptr": "*i16", "grad_ptr": "*i16", "numel": "i32", "decay_numel": "i32",
+        "HAS_GRAD": True, "GRAD_IS_BF16": True, "SCALE_ON_DEVICE": True, "BLOCK": 1024,
+    },
+    "squared_norm._shares": {
+        "grad_ptr": "*i16", "share_ptr": "*fp64", "numel": "i32", "IS_BF16": True, "BLOCK": 4096,
+    },
+    "squared_norm._add_shares": {"share_ptr": "*fp64", "num_shares": "i32", "BLOCK": 1024},
+}  # fmt: skip
+
+
+def kernel_of(name: str) -> JITFunction:
+    module, function = name.split(".")
+    return getattr(importlib.import_module(f"slideformer.kernels.{module}"), function)
+
+
+def compiled(name: str, target: GPUTarget, enable_fp_fusion: bool = True):
+    kernel, given = kernel_of(name), KERNELS[name]
+    signature, constants = {}, {}
+    for index, argument in enumerate(kernel.arg_names):
+        value = given.get(argument, "*fp32" if argument.endswith("_ptr") else "fp32")
+        if argument.isupper():
+            signature[argument], constants[(index,)] = "constexpr", given[argument]
+        else:
+            signature[argument] = value
+    options = {"num_warps": 8, "enable_fp_fusion": enable_fp_fusion}
+    return triton.compile(ASTSource(kernel, signature, constants), target=target, options=options)
+
+
+@pytest.mark.parametrize("target", AMD, ids=lambda target: target.arch)
+@pytest.mark.parametrize("name", KERNELS)
+def test_it_compiles_for_amd(name: str, target: GPUTarget):
+    assert len(compiled(name, target).asm["hsaco"]) > 1000
+
+
+def test_no_kernel_is_left_out():
+    found = set()
+    for info in pkgutil.iter_modules(slideformer.kernels.__path__):
+        module = importlib.import_module(f"slideformer.kernels.{info.name}")
+        for name, value in vars(module).items():
+            if isinstance(value, JITFunction) and any(argument.endswith("_ptr") for argument in value.arg_names):
+                found.add(f"{info.name}.{name}")
+    assert found == set(KERNELS)
+
+
+def test_the_update_rounds_every_operation_on_its_own():
+    """A product without a rounding mode in its name may be fused with a sum by the assembler."""
+    ptx = compiled("adamw._adamw", H200, enable_fp_fusion=False).asm["ptx"]
+    operations = set(re.findall(r"\b(?:fma|mad|mul|sqrt|div|rsqrt|rcp)\.[\w.]*f(?:32|64)", ptx))
+    assert operations == {"mul.rn.f32", "sqrt.rn.f32", "div.rn.f32"}
+    assert ".ftz" not in ptx
+    assert "fma.rn.f32" in compiled("adamw._adamw", H200, enable_fp_fusion=True).asm["ptx"]
