@@ -101,7 +101,7 @@ class TrainConfig(BaseModel):
     # Optimizer
     learning_rate: float = Field(1e-5, ge=0)
     lr_scheduler_type: Schedule = "cosine"
-    lr_scheduler_kwargs: dict[str, float | str | bool | None] = {}  # as transformers' schedule of that name takes them
+    lr_scheduler_kwargs: dict[str, int | float | str | bool | None] = {}  # of transformers' schedule of that name
     min_lr_ratio: float = Field(0.0, ge=0, le=1)  # of cosine and linear
     warmup_ratio: float | None = Field(None, ge=0, le=1)
     warmup_steps: float | None = Field(None, ge=0)  # a share of all steps below 1
@@ -183,6 +183,14 @@ class TrainConfig(BaseModel):
     def _trackers(cls, value: object) -> object:
         items = value if isinstance(value, (list, tuple)) else [value]
         return [item for item in items if item not in ("none", None, False)]
+
+    @field_validator("lr_scheduler_kwargs", mode="before")
+    @classmethod
+    def _numbers(cls, value: object) -> object:
+        """YAML reads 1e-7 as text."""
+        if not isinstance(value, dict):
+            return value
+        return {k: n if isinstance(v, str) and (n := _number(v)) is not None else v for k, v in value.items()}
 
     @field_validator("metric_for_best_model")
     @classmethod

@@ -62,6 +62,7 @@ def test_a_dataset_is_a_path_or_a_list_with_weights(written, means) -> None:
         ("report_to", "trackio", ("trackio",)),
         ("report_to", ["tensorboard", "wandb"], ("tensorboard", "wandb")),
         ("lr_scheduler_kwargs", None, {}),
+        ("lr_scheduler_kwargs", {"lr_end": "1e-7", "decay_type": "1-sqrt"}, {"lr_end": 1e-7, "decay_type": "1-sqrt"}),
         ("metric_for_best_model", "loss", "eval_loss"),
     ],
 )
