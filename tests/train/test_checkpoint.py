@@ -38,6 +38,7 @@ from slideformer.device import LaneFailure, open_device
 from slideformer.device.cpu import CpuDevice
 from slideformer.engine import Engine
 from slideformer.errors import BadInput, DoesNotFit, RunFailed
+from slideformer.model import files
 from slideformer.train import checkpoint, retention
 from slideformer.train.checkpoint import Damaged, Progress, Record, open_checkpoint
 from slideformer.train.console import PlainConsole
@@ -139,14 +140,14 @@ def test_saving_and_loading_take_no_memory_that_grows_with_the_model(tmp_path, m
     decoder = type(decoder)(config, dtype=torch.float32, tile_numel=tile)
     most = []
 
-    class Watched(checkpoint._Summing):
+    class Watched(files.Summing):
         def write(self, data):
             super().write(data)
             most.append(resident())
 
     with engine_on(decoder, toy_options(**EAGER), CpuDevice()) as engine:
         write_weights(engine.layout, engine)
-        monkeypatch.setattr(checkpoint, "_Summing", Watched)
+        monkeypatch.setattr(files, "Summing", Watched)
         before = resident()
         folder = checkpoint.write(tmp_path, record(1), engine)
         size = sum(path.stat().st_size for path in folder.iterdir())
@@ -183,7 +184,7 @@ def dying_after(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             return super().write(data)
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "open", lambda path, mode: Dying(path, mode), raising=False)
+        patched.setattr(files, "open", lambda path, mode, buffering: Dying(path, mode), raising=False)
         patched.setattr(checkpoint.shutil, "rmtree", lambda *args, **settings: None)
         with pytest.raises(Died):
             yield
@@ -242,7 +243,7 @@ def test_a_full_disk_is_told(engine, tmp_path, monkeypatch) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.os, "fsync", full)
+        patched.setattr(files.os, "fsync", full)
         with pytest.raises(RunFailed, match="No space left on device; .* make room or choose another output_dir"):
             checkpoint.write(tmp_path, record(2), engine)
     assert names(tmp_path) == []

@@ -14,7 +14,8 @@ import pytest
 from engine.toys import HookedDevice
 from slideformer.data import Batches, load_dataset, load_tokenizer
 from slideformer.errors import BadInput
-from slideformer.train import checkpoint, trainer
+from slideformer.model import files
+from slideformer.train import trainer
 from slideformer.train.console import PlainConsole
 from slideformer.train.retention import Saver
 from slideformer.train.schedule import learning_rate
@@ -270,14 +271,14 @@ def test_a_signal_just_after_the_look_for_one_is_not_answered_without_a_checkpoi
 
 
 def test_a_second_signal_in_a_save_ends_the_run_at_once_and_leaves_no_half(config_for, tmp_path, monkeypatch) -> None:
-    class Impatient(checkpoint._Summing):
+    class Impatient(files.Summing):
         def write(self, data):
             super().write(data)
             if "checkpoint-4" in self._file.name:
                 os.kill(os.getpid(), signal.SIGINT)
                 os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(checkpoint, "_Summing", Impatient)
+    monkeypatch.setattr(files, "Summing", Impatient)
     with pytest.raises(Stopped, match="at once, because it was the second signal"):
         run(config_for(max_steps=5, save_steps=2))
     assert [path.name for path in tmp_path.glob("out/*checkpoint*")] == ["checkpoint-2"]

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from slideformer.errors import BadInput
-from slideformer.model import weights
+from slideformer.model import files, weights
 from slideformer.model.decoder import Decoder
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -59,7 +59,7 @@ def save_model(
     dtype: torch.dtype,
     max_shard_nbytes: int = 5 * 10**9,
     generation_config: GenerationConfig | None = None,
-) -> list[str]:
+) -> dict[str, files.Sum]:
     """Weights (see `weights.save`), config.json and generation_config.json, renamed into place together.
 
     generation_config: the source's; None derives one from the config, as transformers does.

@@ -13,13 +13,12 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
 from slideformer.errors import BadInput
 from slideformer.layout import Layout, Param
-from slideformer.model import tensorfile
+from slideformer.model import files, tensorfile
 
 Write = Callable[[int, int, torch.Tensor], None]
 Read = Callable[[int, int, int], torch.Tensor]
@@ -95,14 +94,15 @@ def save(
     names: CheckpointNames,
     max_shard_nbytes: int = 5 * 10**9,
     beside: dict[str, str] | None = None,
-) -> list[str]:
+) -> dict[str, files.Sum]:
     """Write the layout's parameters as model.safetensors, or as shards with an index when they exceed one shard.
 
     read(unit, start, stop): values [stop - start] of the unit's flat vector, any float type, on the CPU; asked for at
     most layout.tile_numel elements at a time, in flat order per parameter; converted to `dtype`.
     beside: other files of the same save, name -> text (config.json), renamed into place together with the weights.
     A tied output projection is stored once, as the table. Files are complete on disk before any old one is replaced;
-    of what an earlier save left behind only files that its index names are removed. Returns the names written.
+    of what an earlier save left behind only files that its index names are removed. Returns name -> size and sum
+    of what was written. Raises OSError.
     """
     folder = Path(folder)
     unfinished = folder / _UNFINISHED
@@ -111,23 +111,19 @@ def save(
     shards = _shards(layout, dtype.itemsize, max_shard_nbytes)
     file_names = [SINGLE if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
                   for i in range(len(shards))]  # fmt: skip
+    sums = {}
     for file_name, shard in zip(file_names, shards, strict=True):
-        with open(unfinished / file_name, "wb") as file:
-            tensorfile.write(file, _tensors(shard, read, dtype, names), piece_numel=layout.tile_numel)
-            _flush(file)
+        tensors = _tensors(shard, read, dtype, names)
+        sums[file_name] = files.write_file(unfinished / file_name, _writer(tensors, layout.tile_numel))
     texts = dict(beside or {})
     if len(shards) > 1:
         weight_map = {names.stored.get(p.name, p.name): f for f, shard in zip(file_names, shards, strict=True)
                       for _, _, p in shard}  # fmt: skip
         total = {"total_parameters": layout.numel, "total_size": layout.numel * dtype.itemsize}
         texts[INDEX] = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
-    for name, text in texts.items():
-        with open(unfinished / name, "wb") as file:
-            file.write(text.encode())
-            _flush(file)
-    written = file_names + list(texts)
-    _replace(folder, unfinished, written)
-    return written
+    sums |= {name: files.write_text(unfinished / name, text) for name, text in texts.items()}
+    _replace(folder, unfinished, list(sums))
+    return sums
 
 
 def _replace(folder: Path, unfinished: Path, written: list[str]) -> None:
@@ -142,6 +138,7 @@ def _replace(folder: Path, unfinished: Path, written: list[str]) -> None:
     for name in stale:
         (folder / name).unlink(missing_ok=True)
     unfinished.rmdir()
+    files.flush_folder(folder)
 
 
 def _indexed_files(folder: Path) -> set[str]:
@@ -151,11 +148,6 @@ def _indexed_files(folder: Path) -> set[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return set()
     return {n for n in names if isinstance(n, str) and re.fullmatch(r"[\w.-]+\.safetensors", n)}
-
-
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 _Placed = tuple[int, int, Param]  # unit, offset of the parameter in it, parameter
@@ -189,6 +181,10 @@ def _tensors(shard: list[_Placed], read: Read, dtype: torch.dtype, names: Checkp
         tensorfile.Writing(names.stored.get(p.name, p.name), dtype, p.shape, p.numel, reader(unit, offset))
         for unit, offset, p in shard
     ]
+
+
+def _writer(tensors: list[tensorfile.Writing], piece_numel: int) -> Callable[[files.Summing], None]:
+    return lambda out: tensorfile.write(out, tensors, piece_numel=piece_numel)
 
 
 def _match(

@@ -7,13 +7,12 @@ The state is written from where it lies and read a tile at a time, so neither ta
 
 from __future__ import annotations
 
-import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
@@ -23,15 +22,11 @@ from slideformer.errors import BadInput, RunFailed
 from slideformer.layout import Layout, Param
 from slideformer.memory import size
 from slideformer.memory.state import PlaneName
-from slideformer.model import tensorfile
+from slideformer.model import files, tensorfile
 from slideformer.native import Planes
 
 FORMAT = 1
 TRAINER, MANIFEST = "trainer.json", "manifest.json"
-_EARLY_NBYTES = 2**20
-"""From this size on the disk is set to work at once, beside the sum and the next piece, rather than at the flush. Six
-saves of 0.77 GB, 2-core Sapphire Rapids, 2026-11-30: 0.8 to 1.5 times (median 0.9) the time of plain writes and flushes
-of the same files; without it, three saves, 1.1 to 1.9."""
 PLANES: tuple[PlaneName, ...] = get_args(PlaneName)
 
 
@@ -111,12 +106,11 @@ def write(parent: Path, record: Record, engine: Engine) -> Path:
         sums = {}
         for index in range(len(engine.layout.units)):
             tensors = _tensors(engine.layout, index, engine.planes(index))
-            sums[unit_file(index)] = _write_file(partial / unit_file(index), _writer(tensors, engine.layout))
-        text = record.model_dump_json(indent=2)
-        sums[TRAINER] = _write_file(partial / TRAINER, lambda out: out.write(text.encode()))
-        manifest = _Manifest(step=step, files=sums).model_dump_json(indent=2)
-        _write_file(partial / MANIFEST, lambda out: out.write(manifest.encode()))
-        _flush_folder(partial)
+            sums[unit_file(index)] = files.write_file(partial / unit_file(index), _writer(tensors, engine.layout))
+        sums[TRAINER] = files.write_text(partial / TRAINER, record.model_dump_json(indent=2))
+        listed = {name: _Sum(nbytes=found.nbytes, crc32=found.crc32) for name, found in sums.items()}
+        files.write_text(partial / MANIFEST, _Manifest(step=step, files=listed).model_dump_json(indent=2))
+        files.flush_folder(partial)
         _into_place(partial, final)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -163,41 +157,8 @@ def _placed(layout: Layout, index: int, planes: Planes) -> Iterator[_Placed]:
                 yield f"{plane}.{param.name}", plane, tensor, param, offset
 
 
-def _writer(tensors: list[tensorfile.Writing], layout: Layout) -> Callable[[_Summing], None]:
+def _writer(tensors: list[tensorfile.Writing], layout: Layout) -> Callable[[files.Summing], None]:
     return lambda out: tensorfile.write(out, tensors, piece_numel=layout.tile_numel)
-
-
-class _Summing:
-    """Adds up what goes into a file. CRC-32 rather than SHA-256, which takes 2.3 times as long (64 MiB, 2-core Sapphire
-    Rapids, 2026-11-30): it guards against disks and copies, not against people."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.nbytes, self.crc32 = file, 0, 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        if len(data) >= _EARLY_NBYTES:
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        self.nbytes += len(data)
-        self.crc32 = zlib.crc32(data, self.crc32)
-
-
-def _write_file(path: Path, fill: Callable[[_Summing], None]) -> _Sum:
-    with open(path, "wb") as file:
-        out = _Summing(file)
-        fill(out)
-        file.flush()
-        os.fsync(file.fileno())
-    return _Sum(nbytes=out.nbytes, crc32=out.crc32)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Names in a folder are on disk when the folder itself is flushed."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _into_place(partial: Path, final: Path) -> None:
@@ -208,7 +169,7 @@ def _into_place(partial: Path, final: Path) -> None:
         else:
             final.rename(_free_name(final))
     partial.rename(final)
-    _flush_folder(final.parent)
+    files.flush_folder(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
