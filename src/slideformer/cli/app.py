@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from slideformer.cli.doctor import doctor
+from slideformer.cli.export import export
 from slideformer.cli.plan import plan
 from slideformer.cli.train import train
 
@@ -21,6 +22,7 @@ SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command(context_settings=SETTINGS)(train)
 app.command(context_settings=SETTINGS)(plan)
 app.command()(doctor)
+app.command()(export)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -94,6 +94,13 @@ def read_header(path: Path) -> dict[str, Entry]:
         start, stop = found["data_offsets"]
         entries[name] = Entry(path, name, found["dtype"], tuple(found["shape"]), 8 + length + start, stop - start)
     return entries
+
+
+def values(entry: Entry, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) of a tensor as stored, flat, in memory of their own."""
+    itemsize = DTYPES[entry.dtype].itemsize
+    part = replace(entry, start=entry.start + start * itemsize, nbytes=(stop - start) * itemsize)
+    return next(pieces(part, stop - start, torch.empty(part.nbytes, dtype=torch.uint8)))
 
 
 def pieces(entry: Entry, numel: int, buffer: torch.Tensor) -> Iterator[torch.Tensor]:

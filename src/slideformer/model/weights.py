@@ -85,6 +85,20 @@ def load(
             start += len(values)
 
 
+def reader(folder: Path | str, layout: Layout, *, names: CheckpointNames) -> Read:
+    """read(unit, start, stop) of the values as stored, within one parameter at a time. Raises BadInput as `load`."""
+    matched, tied_copy = _match(Path(folder), layout, names)
+    if tied_copy is not None:
+        _compare(*tied_copy, layout.tile_numel)
+    entries = {(unit, offset): entry for entry, unit, offset in matched}
+
+    def read(unit: int, start: int, stop: int) -> torch.Tensor:
+        offset = max(o for o in layout.units[unit].offsets.values() if o <= start)
+        return tensorfile.values(entries[unit, offset], start - offset, stop - offset)
+
+    return read
+
+
 def save(
     folder: Path | str,
     layout: Layout,

@@ -1,4 +1,7 @@
-"""run.json: what was run, with what, on what, and how it ended. Written at the start and again at the end."""
+"""run.json: what was run, with what, on what, and how it ended. Written at the start and again at the end.
+
+No secrets: what looks like a token, or is the value of a variable that holds one, is written as ***.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pathlib import Path
 
 from slideformer import __version__
 from slideformer.config import TrainConfig
+from slideformer.train.redact import redacted
 
 FILE = "run.json"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -40,7 +44,7 @@ class RunRecord:
             "config": self.config.model_dump(mode="json"),
         }
         partial = self.folder / f".{FILE}"
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(redacted(content), indent=2) + "\n", encoding="utf-8")
         partial.replace(self.folder / FILE)
 
 
