@@ -63,7 +63,7 @@ def _no_parity_check(monkeypatch) -> None:
 @pytest.fixture
 def kill_after(monkeypatch):
     """Kill the run when the result of step `number` has been read."""
-    finish = trainer._Run._finish
+    finish = trainer.Loop._finish
 
     def arrange(number: int, with_what=None) -> None:
         def dying_finish(self, step):
@@ -73,7 +73,7 @@ def kill_after(monkeypatch):
                     raise Killed
                 os.kill(os.getpid(), with_what)
 
-        monkeypatch.setattr(trainer._Run, "_finish", dying_finish)
+        monkeypatch.setattr(trainer.Loop, "_finish", dying_finish)
 
     yield arrange
 
@@ -82,14 +82,14 @@ def kill_after(monkeypatch):
 def rows_seen(monkeypatch) -> list[tuple[str, ...]]:
     """Rows of every step submitted."""
     seen = []
-    submit = trainer._Run._submit
+    submit = trainer.Loop._submit
 
     def noting_submit(self, index, waiting):
         submitted = submit(self, index, waiting)
         seen.append((submitted.number, submitted.batch.rows))
         return submitted
 
-    monkeypatch.setattr(trainer._Run, "_submit", noting_submit)
+    monkeypatch.setattr(trainer.Loop, "_submit", noting_submit)
     return seen
 
 
@@ -257,7 +257,7 @@ def test_a_signal_in_a_save_lets_it_finish_and_writes_no_second_one(config_for, 
 
 
 def test_a_signal_just_after_the_look_for_one_is_not_answered_without_a_checkpoint(config_for, monkeypatch) -> None:
-    evaluates_after, sent = trainer._Run._evaluates_after, []
+    evaluates_after, sent = trainer.Loop._evaluates_after, []
 
     def signalled(self, index):
         if index == 1 and not sent:
@@ -265,7 +265,7 @@ def test_a_signal_just_after_the_look_for_one_is_not_answered_without_a_checkpoi
             sent.append(index)
         return evaluates_after(self, index)
 
-    monkeypatch.setattr(trainer._Run, "_evaluates_after", signalled)
+    monkeypatch.setattr(trainer.Loop, "_evaluates_after", signalled)
     with pytest.raises(Stopped, match="after step 3 of 9: go on from checkpoint-3"):
         run(config_for(max_steps=9, save_steps=100))
 
@@ -298,7 +298,7 @@ def test_a_second_signal_waits_for_no_queued_work(config_for, kill_after, monkey
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(trainer, "open_device", lambda kind: HookedDevice(before=slow))
-    monkeypatch.setattr(trainer._Run, "_finish", impatient)
+    monkeypatch.setattr(trainer.Loop, "_finish", impatient)
     with pytest.raises(Stopped, match="at once, because it was the second signal"):
         run(config_for(max_steps=9, save_steps=2))
     assert time.monotonic() - after[0] < 1

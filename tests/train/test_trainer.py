@@ -8,6 +8,7 @@ import math
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from slideformer.data.batches import StepBatch
 from slideformer.errors import BadInput, DoesNotFit, RunFailed
 from slideformer.train import trainer
 from slideformer.train.console import PlainConsole
+from slideformer.train.interval import Interval
 from slideformer.train.schedule import learning_rate
 from slideformer.train.stop import Stopped
 from slideformer.train.trainer import train
@@ -124,9 +126,9 @@ def test_logging_steps_log_the_mean_loss_per_target_token_of_their_steps(config_
 
 def test_time_between_steps_that_is_not_training_does_not_count(monkeypatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(trainer.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     batch = StepBatch((), (), 0.5, num_input_tokens=100, num_target_tokens=10)
-    interval = trainer._Interval()
+    interval = Interval()
     now[0] = 4.0
     interval.add(1.0, batch)
     now[0] = 50.0  # an evaluation
@@ -140,7 +142,7 @@ def test_time_between_steps_that_is_not_training_does_not_count(monkeypatch) -> 
 
 def test_the_next_step_is_submitted_before_the_last_ones_result_is_read(config_for, monkeypatch) -> None:
     order = []
-    submit, finish = trainer._Run._submit, trainer._Run._finish
+    submit, finish = trainer.Loop._submit, trainer.Loop._finish
 
     def noting_submit(self, index, waiting):
         order.append(f"submit {index + 1}")
@@ -150,8 +152,8 @@ def test_the_next_step_is_submitted_before_the_last_ones_result_is_read(config_f
         order.append(f"read {step.number}")
         return finish(self, step)
 
-    monkeypatch.setattr(trainer._Run, "_submit", noting_submit)
-    monkeypatch.setattr(trainer._Run, "_finish", noting_finish)
+    monkeypatch.setattr(trainer.Loop, "_submit", noting_submit)
+    monkeypatch.setattr(trainer.Loop, "_finish", noting_finish)
     run(config_for(max_steps=3))
     assert order == ["submit 1", "submit 2", "read 1", "submit 3", "read 2", "read 3"]
 
@@ -244,14 +246,14 @@ def test_run_json_has_the_resolved_config_versions_and_how_it_ended(config_for) 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_after_its_step_and_saves_nothing(config_for, monkeypatch, signum) -> None:
-    finish = trainer._Run._finish
+    finish = trainer.Loop._finish
 
     def stopping_finish(self, step):
         finish(self, step)
         if step.number == 2:
             os.kill(os.getpid(), signum)
 
-    monkeypatch.setattr(trainer._Run, "_finish", stopping_finish)
+    monkeypatch.setattr(trainer.Loop, "_finish", stopping_finish)
     config = config_for(max_steps=9)
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(Stopped, match=f"stopped by {signum.name} after step 3 of 9: nothing was saved") as caught:
@@ -267,7 +269,7 @@ def test_a_second_signal_ends_the_run_at_once(config_for, monkeypatch) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(trainer._Run, "_finish", impatient_finish)
+    monkeypatch.setattr(trainer.Loop, "_finish", impatient_finish)
     with pytest.raises(Stopped, match="at once, because it was the second signal"):
         run(config_for(max_steps=9))
 
@@ -305,7 +307,7 @@ def test_what_is_wrong_is_found_before_weights_are_read(config_for, tmp_path, mo
     def too_late(*args, **kwargs):
         raise AssertionError("something of the model's size was allocated or read")
 
-    monkeypatch.setattr(trainer.weights, "load", too_late)
+    monkeypatch.setattr("slideformer.model.weights.load", too_late)
     monkeypatch.setattr("slideformer.engine.engine.State", too_late)
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"prompt": "x" * 64, "completion": "y"}) + "\n")

@@ -61,6 +61,9 @@ class Progress(_Frozen):
     num_target_tokens_seen: int = 0
     nonfinite_steps: int = 0
     logged: LoggedSums = LoggedSums()
+    judged: tuple[tuple[int, float], ...] = ()  # step and metric_for_best_model of each evaluation
+    best_saved: int | None = None  # the step of the best of them that has a checkpoint
+    callbacks: dict[str, JsonValue] = {}  # what callbacks want to find again
 
 
 class Record(_Frozen):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol, Self, TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from slideformer.memory import size
 from slideformer.train.metrics import Metrics
 
 
@@ -19,6 +21,9 @@ class Console(Protocol):
 
     def warn(self, line: str) -> None:
         """Something to look at."""
+
+    def begin(self, num_steps: int, tiers: Mapping[str, int]) -> None:
+        """The first step is next. tiers: bytes allocated on each."""
 
     def step(self, metrics: Metrics, num_steps: int) -> None:
         """A step's metrics, each time some are logged."""
@@ -53,6 +58,9 @@ class PlainConsole:
 
     def warn(self, line: str) -> None:
         self.note(f"warning: {line}")
+
+    def begin(self, num_steps: int, tiers: Mapping[str, int]) -> None:
+        self.note("memory: " + "  ".join(f"{tier} {size(nbytes)}" for tier, nbytes in tiers.items()))
 
     def step(self, metrics: Metrics, num_steps: int) -> None:
         self.note(f"step {metrics['global_step']}/{num_steps}: {step_text(metrics)}")
@@ -89,6 +97,9 @@ class LiveConsole:
 
     def warn(self, line: str) -> None:
         self._console.print(Text(f"warning: {line}", style="yellow"))
+
+    def begin(self, num_steps: int, tiers: Mapping[str, int]) -> None:
+        self.note("memory: " + "  ".join(f"{tier} {size(nbytes)}" for tier, nbytes in tiers.items()))
 
     def step(self, metrics: Metrics, num_steps: int) -> None:
         self._progress.update(

@@ -43,13 +43,16 @@ def numbered(parent: Path) -> list[tuple[int, Path]]:
     return sorted(((int(m[1]), path) for m, path in found if path.is_dir()), reverse=True)
 
 
-def rotate(parent: Path, newest: int, limit: int | None) -> None:
-    """Keep the last `limit` complete checkpoints up to that of step `newest`, which has just been written.
+def rotate(parent: Path, newest: int, limit: int | None, *, best: int | None = None) -> None:
+    """Keep `limit` complete checkpoints up to that of step `newest`, which has just been written: it, that of step
+    `best`, even if they are then one more than `limit`, and the newest of the others.
 
     Those of later steps, which a run started again from an earlier one finds, stay until they are written anew.
     """
-    done = [path for step, path in numbered(parent) if step <= newest and is_complete(path)]
-    for path in done[limit:] if limit is not None else []:
+    done = [(step, path) for step, path in numbered(parent) if step <= newest and is_complete(path)]
+    others = [path for step, path in done if step not in (newest, best)]
+    room = None if limit is None else max(limit - (len(done) - len(others)), 0)
+    for path in others[room:] if room is not None else []:
         going = parent / f".{path.name}.removed"  # in one go, so that no half of one is ever seen
         path.rename(going)
         shutil.rmtree(going, ignore_errors=True)
@@ -62,7 +65,10 @@ def require_space(
     parent = Path(config.output_dir)
     have = sum(is_complete(path) for _, path in numbered(parent))
     one = checkpoint.nbytes_of(layout, sum(state_nbytes(layout, keep_residual=keep_residual).values()))
-    most = have + num_saves if config.save_total_limit is None else min(have + num_saves, config.save_total_limit + 1)
+    limit = config.save_total_limit
+    if limit == 1 and config.load_best_model_at_end:
+        limit = 2  # the newest, and the best
+    most = have + num_saves if limit is None else min(have + num_saves, limit + 1)
     new = max(most - have, 1)
     need, free = new * one + model_nbytes, shutil.disk_usage(parent).free
     if need > free:
@@ -91,4 +97,5 @@ class Saver:
         folder = checkpoint.write(parent, record, self.engine)
         nbytes = sum(path.stat().st_size for path in folder.iterdir())
         self.console.note(f"{folder_name(progress.step)}: {checkpoint.told(nbytes, time.perf_counter() - start)}")
-        rotate(parent, progress.step, self.config.save_total_limit)
+        best = progress.best_saved if self.config.load_best_model_at_end else None
+        rotate(parent, progress.step, self.config.save_total_limit, best=best)

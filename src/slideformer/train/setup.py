@@ -9,7 +9,7 @@ import torch
 
 from slideformer.config import TrainConfig
 from slideformer.engine import EngineOptions
-from slideformer.model.decoder import Decoder
+from slideformer.model.decoder import Decoder, PretrainedConfig
 from slideformer.model.folder import read_config
 
 
@@ -19,10 +19,15 @@ def compute_dtype(config: TrainConfig, device_kind: str) -> torch.dtype:
     return torch.bfloat16 if wants_bf16 else torch.float32
 
 
-def build_decoder(config: TrainConfig, device_kind: str, device: torch.device) -> Decoder:
-    """The model of the config's folder, without its weights. Raises BadInput: no folder, a refused model."""
+def build_decoder(
+    config: TrainConfig, device_kind: str, device: torch.device, model_config: PretrainedConfig | None = None
+) -> Decoder:
+    """The model of the config's folder, without its weights. Raises BadInput: no folder, a refused model.
+
+    model_config: of a model that comes from elsewhere.
+    """
     return Decoder(
-        read_config(Path(config.model_name_or_path)),
+        model_config or read_config(Path(config.model_name_or_path)),
         dtype=compute_dtype(config, device_kind),
         tile_numel=config.tile_numel,
         attn_implementation=config.attn_implementation,

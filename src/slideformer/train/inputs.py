@@ -1,0 +1,171 @@
+"""What a run is made of, whatever form it was given in: a folder or a module, files or rows, a tokenizer or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from slideformer.config import TrainConfig
+from slideformer.data import Codec, Dataset, codec_of, load_dataset
+from slideformer.data.batches import Source
+from slideformer.data.tokenizer import PreTrainedTokenizerBase
+from slideformer.engine import Engine
+from slideformer.errors import BadInput
+from slideformer.model import weights
+from slideformer.model.decoder import Decoder
+from slideformer.model.folder import read_config
+from slideformer.train.rows import Rows, samples_of
+
+GIVEN_AS_ROWS = "(rows given in Python)"
+Model = str | Path | torch.nn.Module
+Data = str | Path | Rows | None
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """config: with what was given in its fields' place. module: None when the model is a folder's. train, evaluation:
+    rows, where they are not files'. tokenizer: None when it is the folder's."""
+
+    config: TrainConfig
+    module: torch.nn.Module | None
+    train: Rows | None
+    evaluation: Mapping[str, Rows]
+    tokenizer: PreTrainedTokenizerBase | None
+
+    @property
+    def folder(self) -> Path | None:
+        return None if self.module is not None else Path(self.config.model_name_or_path)
+
+    @property
+    def model_config(self) -> object:
+        """The Hugging Face config. Raises BadInput as `read_config` does."""
+        if self.module is not None:
+            return self.module.config
+        return read_config(Path(self.config.model_name_or_path))
+
+    def codec(self) -> Codec:
+        """Raises BadInput as `load_tokenizer` does, and when there is none."""
+        if self.tokenizer is None:
+            if self.module is not None:
+                raise BadInput("the model is a module, so its tokenizer is not known: give it as processing_class")
+            return codec_of(self.config)
+        name = getattr(self.tokenizer, "name_or_path", "") or "processing_class"
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise BadInput(f"processing_class is a {type(self.tokenizer).__name__}; a fast tokenizer is needed")
+        ends = [self.tokenizer.eos_token_id]
+        generation = getattr(self.module, "generation_config", None)
+        named = getattr(generation, "eos_token_id", None)
+        ends += named if isinstance(named, list) else [named]
+        if self.folder is not None:
+            ends += codec_of(self.config).end_ids
+        return Codec(self.tokenizer, name, tuple(dict.fromkeys(token for token in ends if token is not None)))
+
+    def dataset(self, codec: Codec) -> Dataset:
+        """All samples, from files and from rows. Raises BadInput."""
+        files = {name: path for name, path in self.config.eval_dataset.items() if name not in self.evaluation}
+        sources = self.config.dataset if self.train is None else ()
+        read = load_dataset(self.config.model_copy(update={"dataset": sources, "eval_dataset": files}), codec)
+        train, evaluation, reports = read.train, dict(read.evaluation), read.reports
+        if self.train is not None:
+            samples, report = samples_of(self.train, "train_dataset", "training", codec, self.config)
+            train, reports = (Source(samples),), (*reports, report)
+        for name, rows in self.evaluation.items():
+            label = f"eval_dataset[{name!r}]" if name else "eval_dataset"
+            evaluation[name], report = samples_of(rows, label, "evaluation", codec, self.config)
+            reports = (*reports, report)
+        return Dataset(tuple(train), evaluation, tuple(reports), () if self.train is not None else read.streams)
+
+    def check_weights(self, decoder: Decoder) -> None:
+        """Raise BadInput for weights that are missing or do not fit, before anything is allocated."""
+        if self.folder is not None:
+            weights.check(self.folder, decoder.layout, names=decoder.names)
+            return
+        given = _parameters(self.module)
+        for unit in decoder.layout.units:
+            for param in unit.params:
+                if param.name not in given or tuple(given[param.name].shape) != tuple(param.shape):
+                    raise BadInput(f"the module has no parameter {param.name} of shape {list(param.shape)}")
+
+    def load(self, engine: Engine) -> None:
+        """Set the engine's weights. Raises BadInput for values that are not finite."""
+        if self.folder is not None:
+            weights.load(self.folder, engine.layout, engine.write, names=engine.decoder.names)
+            return
+        for unit, offset, flat in _places(engine, self.module):
+            for start in range(0, len(flat), engine.layout.tile_numel):
+                values = flat[start : start + engine.layout.tile_numel].float().cpu()
+                if not values.isfinite().all():
+                    raise BadInput("the module holds weights that are not finite: use another one")
+                engine.write(unit, offset + start, values)
+
+    def give_back(self, engine: Engine) -> None:
+        """Copy the trained weights into the module that was given."""
+        if self.module is None:
+            return
+        for unit, offset, flat in _places(engine, self.module):
+            for start in range(0, len(flat), engine.layout.tile_numel):
+                piece = flat[start : start + engine.layout.tile_numel]
+                piece.copy_(engine.read(unit, offset + start, offset + start + len(piece)))
+
+
+def inputs_of(
+    model: Model | None,
+    args: TrainConfig,
+    train_dataset: Data,
+    eval_dataset: Data | Mapping[str, Data],
+    processing_class: PreTrainedTokenizerBase | None,
+) -> Inputs:
+    """Sort what a Trainer was given; what was given beside args wins. Raises BadInput: no model, no rows."""
+    changes: dict[str, object] = {}
+    module = model if isinstance(model, torch.nn.Module) else None
+    if module is not None:
+        changes["model_name_or_path"] = ""
+    elif model is not None:
+        changes["model_name_or_path"] = str(model)
+    elif not args.model_name_or_path:
+        raise BadInput("there is no model: give a folder or a module, or model_name_or_path in args")
+    rows = None
+    if isinstance(train_dataset, (str, Path)):
+        changes["dataset"] = str(train_dataset)
+    elif train_dataset is not None:
+        rows, changes["dataset"] = train_dataset, GIVEN_AS_ROWS
+    elif not args.dataset:
+        raise BadInput("there is nothing to train on: give train_dataset, or dataset in args")
+    if rows is not None and args.val_size:
+        raise BadInput("val_size takes rows out of files: give eval_dataset beside train_dataset")
+    evaluation: dict[str, Rows] = {}
+    if eval_dataset is not None:
+        named = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
+        files = {name: str(data) for name, data in named.items() if isinstance(data, (str, Path))}
+        evaluation = {name: data for name, data in named.items() if name not in files}
+        changes["eval_dataset"] = {**files, **dict.fromkeys(evaluation, GIVEN_AS_ROWS)}
+    return Inputs(_with(args, changes), module, rows, evaluation, processing_class)
+
+
+def _with(args: TrainConfig, changes: Mapping[str, object]) -> TrainConfig:
+    """The config with these fields, checked again. Raises BadInput."""
+    given = {name: value for name, value in args.model_dump(mode="json").items() if name in args.model_fields_set}
+    if given.get("metric_for_best_model") == "eval_loss":  # as by default, which the evaluation sets decide
+        del given["metric_for_best_model"]
+    try:
+        return TrainConfig.model_validate({**given, **changes})
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise BadInput(f"{place}: {first['msg']}" if place else str(first["ctx"]["error"])) from None
+
+
+def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_parameters())
+
+
+def _places(engine: Engine, module: torch.nn.Module) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(unit, offset, the flat values of a parameter, sharing memory) of everything in the layout."""
+    given = _parameters(module)
+    for index, unit in enumerate(engine.layout.units):
+        for param in unit.params:
+            yield index, unit.offsets[param.name], given[param.name].detach().view(-1)
