@@ -1,11 +1,13 @@
-"""Model shapes by name, from their published configs, and random weights and tokens for them."""
+"""Model shapes by name, from their published configs, or by config file; random weights and tokens for them."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
 _ROPE3 = {
     "rope_type": "llama3",
@@ -51,28 +53,35 @@ def _qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool) -> Qwe
     )
 
 
+_SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama-3.2-1b": lambda: _llama(2048, 8192, 16, 32, head_dim=64, factor=32.0, tied=True),
+    "llama-3.2-3b": lambda: _llama(3072, 8192, 28, 24, head_dim=128, factor=32.0, tied=True),
+    "llama-3.1-8b": lambda: _llama(4096, 14336, 32, 32, head_dim=128, factor=8.0, tied=False),
+    "qwen3-4b": lambda: _qwen3(2560, 9728, 36, 32, tied=True),
+    "qwen3-8b": lambda: _qwen3(4096, 12288, 36, 32, tied=False),
+    "qwen3-14b": lambda: _qwen3(5120, 17408, 40, 40, tied=False),
+    "tiny": lambda: LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+}
+
+NAMES = tuple(_SHAPES)
+
+
 def shape(name: str, *, num_layers: int | None = None) -> PretrainedConfig:
-    """The config of a shape; num_layers cuts it."""
-    shapes = {
-        "llama-3.2-1b": lambda: _llama(2048, 8192, 16, 32, head_dim=64, factor=32.0, tied=True),
-        "llama-3.2-3b": lambda: _llama(3072, 8192, 28, 24, head_dim=128, factor=32.0, tied=True),
-        "llama-3.1-8b": lambda: _llama(4096, 14336, 32, 32, head_dim=128, factor=8.0, tied=False),
-        "qwen3-4b": lambda: _qwen3(2560, 9728, 36, 32, tied=True),
-        "qwen3-8b": lambda: _qwen3(4096, 12288, 36, 32, tied=False),
-        "qwen3-14b": lambda: _qwen3(5120, 17408, 40, 40, tied=False),
-        "tiny": lambda: LlamaConfig(
-            vocab_size=512,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-        ),
-    }
-    if name not in shapes:
-        raise SystemExit(f"shape is {name!r}, must be one of {', '.join(shapes)}")
-    config = shapes[name]()
+    """The config of a shape; num_layers cuts it. name: one of those below, a config.json, or the folder of one."""
+    if name in _SHAPES:
+        config = _SHAPES[name]()
+    elif Path(name).exists():
+        config = AutoConfig.from_pretrained(name)
+    else:
+        raise SystemExit(f"shape is {name!r}, must be one of {', '.join(NAMES)}, a config.json or the folder of one")
     if num_layers is not None:
         config.num_hidden_layers = num_layers
     return config

@@ -1,0 +1,94 @@
+"""The systems that `step.py` compares: one file a system, each with `measure(settings) -> what it adds to the line`.
+
+A case is called by name in a process of its own. `stock` and the peers share `loop.py`; all get the same weights and
+tokens from `shapes.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+
+MODULES = {
+    "stock-resident": "stock",
+    "stock-resident-bf16": "stock",
+    "stock-fwd-bwd": "stock",
+    "ours-streamed": "ours",
+    "ours-resident": "ours",
+    "ours-auto": "ours",
+    "fsdp2": "fsdp2",
+    "deepspeed-zero2": "zero",
+    "deepspeed-zero3": "zero",
+    "trainstream": "paged",
+    "megatrain": "megatrain",
+}
+"""Case: the module of this package that measures it."""
+
+
+class NotHere(Exception):
+    """A case that this machine or this version cannot run: a package, a device or an option is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One case and what it is measured on.
+
+    case: a key of MODULES. update: eager or deferred, of ours alone. gpu_limit_gib: of this case. max_grad_norm: 0 is
+    no clipping. engine: further options of ours, by name. cpu_threads: None is what each system chooses itself.
+    """
+
+    case: str
+    shape: str
+    batch: int
+    seq: int
+    num_layers: int | None = None
+    micro_batches: int = 1
+    steps: int = 6
+    warmup: int = 2
+    update: str | None = None
+    max_grad_norm: float = 0.0
+    gpu_limit_gib: float | None = None
+    device: str = "auto"
+    cpu_threads: int | None = None
+    liger: bool = True
+    tile_numel: int = 16 << 20
+    window: int = 3
+    engine: dict[str, object] = field(default_factory=dict)
+    trace: str | None = None
+    megatrain: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CaseName:
+    """`ours-auto-24:eager` or `fsdp2:clip` in parts: the case, the GiB that end its name, what follows the colon."""
+
+    case: str
+    gpu_limit_gib: float | None
+    update: str | None
+    clips: bool
+
+
+def parse_case(text: str) -> CaseName:
+    """Raises SystemExit for a case that nobody knows."""
+    name, _, suffix = text.partition(":")
+    found = re.fullmatch(r"(ours-\w+?)-(\d+(?:\.\d+)?)", name)
+    case, limit = (found[1], float(found[2])) if found else (name, None)
+    if case not in MODULES:
+        raise SystemExit(f"case is {text!r}, must be one of {', '.join(MODULES)}")
+    ours = MODULES[case] == "ours"
+    allowed = ("", "eager", "deferred") if ours else ("",) if case == "stock-fwd-bwd" else ("", "clip")
+    if suffix not in allowed:
+        raise SystemExit(
+            f"case is {text!r}: after {name} may follow {' or '.join(f':{a}' for a in allowed if a) or 'nothing'}"
+        )
+    if ours:
+        return CaseName(case, limit, suffix or "eager", suffix == "deferred")
+    return CaseName(case, limit, None, suffix == "clip")
+
+
+def measure(settings: Settings) -> dict[str, object]:
+    """What the case adds to its line. Raises NotHere."""
+    run: Callable[[Settings], dict[str, object]] = import_module(f"cases.{MODULES[settings.case]}").measure
+    return run(settings)

@@ -1,0 +1,196 @@
+"""SlideFormer's engine: weights and optimizer state streamed, resident, or placed automatically.
+
+The door to the engine is `options_of` (what it is built with), `_planned` (bytes that its plan says) and the attributes
+of a step's result. Steps are submitted one ahead and read one late, as the trainer does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from cases import NotHere, Settings
+from lines import GIB, host_peak_gib, spread
+from shapes import random_tokens, random_weight, shape
+from slideformer.data.batches import MicroBatch
+from slideformer.device import Device, open_device
+from slideformer.engine import Engine, EngineOptions, StepResult
+from slideformer.model.decoder import Decoder
+from slideformer.schedule import OpKind
+from traffic import copies, native_updates
+
+DEFAULTS: dict[str, object] = {"grad_slots": 2, "ring": 8}
+PLACEMENT = {"ours-streamed": "stream", "ours-resident": "resident", "ours-auto": "auto"}
+LR = 1e-5
+
+
+def options_of(settings: Settings) -> EngineOptions:
+    """Raises NotHere for a placement that this engine does not know."""
+    placement = PLACEMENT[settings.case]
+    known = {field.name for field in dataclasses.fields(EngineOptions)}
+    chosen = {"placement": placement} if "placement" in known else {}
+    if not chosen and placement != "stream":
+        raise NotHere(f"this engine has no option `placement`, it streams everything: {settings.case} cannot be run")
+    if unknown := settings.engine.keys() - known:
+        raise SystemExit(f"--engine: no option {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+    return EngineOptions(
+        micro_batch_size=settings.batch // settings.micro_batches,
+        micro_batches=settings.micro_batches,
+        max_length=settings.seq,
+        window=settings.window,
+        update=settings.update,
+        max_grad_norm=settings.max_grad_norm,
+        cpu_threads=settings.cpu_threads,
+        **(DEFAULTS | chosen | settings.engine),
+    )
+
+
+def measure(settings: Settings) -> dict[str, object]:
+    config = shape(settings.shape, num_layers=settings.num_layers)
+    with open_device(settings.device) as device:
+        cuda = device.kind == "cuda"
+        if cuda and settings.gpu_limit_gib:
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(settings.gpu_limit_gib * GIB / total)
+        host_before = host_peak_gib()
+        options = options_of(settings)
+        decoder = Decoder(
+            config,
+            dtype=torch.bfloat16 if cuda else torch.float32,
+            tile_numel=settings.tile_numel,
+            use_liger_kernel=cuda and settings.liger,
+            device=device.torch_device,
+        )
+        began = time.perf_counter()
+        with Engine(decoder, device, options) as engine:
+            for index, unit in enumerate(decoder.layout.units):
+                for param in unit.params:
+                    values = random_weight(param.name, param.shape, device.torch_device).cpu().flatten()
+                    engine.write(index, unit.offsets[param.name], values)
+            ready_s = round(time.perf_counter() - began, 1)
+            return {**_steps(engine, device, settings), "host_before_gib": host_before, "ready_s": ready_s}
+
+
+def _steps(engine: Engine, device: Device, settings: Settings) -> dict[str, object]:
+    batches = [_batch(engine, settings, index) for index in range(settings.warmup + settings.steps + 1)]
+    results: list[StepResult] = []
+    times: list[float] = []
+    marks: list[dict[str, int]] = []
+    losses: list[float] = []
+    norms: list[float] = []
+
+    def finish(result: StepResult) -> None:
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        result.wait()
+        times.append(time.perf_counter())
+        marks.append(_marks(engine, device))
+
+    for index, batch in enumerate(batches[:-1]):
+        results = [*results[-2:], engine.step(batch, lr=LR)]
+        if index:  # the step before: its results are read while this one is queued behind it
+            finish(results[-2])
+    finish(results[-1])
+    took = [b - a for a, b in zip(times, times[1:], strict=False)][settings.warmup - 1 :]
+    traced = results[-2]
+    busy = {str(lane): round(s / statistics.median(took), 3) for lane, s in traced.busy_s().items()}
+    if settings.trace:
+        _write_trace(settings, results[-3:])
+    engine.synchronize()
+    with copies() as traffic, native_updates(engine.kernels) as count:
+        engine.step(batches[-1], lr=LR).wait()
+        engine.synchronize()
+    return {
+        "loss": [round(loss, 5) for loss in losses],
+        "grad_norm": [round(norm, 4) for norm in norms],
+        "step_s": spread(took),
+        "busy": busy,
+        "bytes": {"up": traffic.up, "down": traffic.down},
+        "plan_bytes": _planned(engine, batches[-1]),
+        "params_updated": count.numel,
+        "predicted_step_s": getattr(engine, "predicted_step_s", None),
+        **_memory(engine, device),
+        "cpu_threads": engine.kernels.threads,
+        "isa": engine.kernels.isa,
+        "options": {k: v for k, v in dataclasses.asdict(engine.options).items() if k != "ahead"},
+        "ahead_units": len(engine.step_options.ahead),
+        "num_ops": len(engine.plan.ops),
+        "steady": {key: [min(m[key] for m in marks[2:]), max(m[key] for m in marks[2:])] for key in marks[0]},
+    }
+
+
+def _batch(engine: Engine, settings: Settings, index: int) -> list[MicroBatch]:
+    tokens = random_tokens(index, settings.batch, settings.seq, engine.decoder.vocab_size)
+    return [MicroBatch(part, part) for part in tokens.split(settings.batch // settings.micro_batches)]
+
+
+def _memory(engine: Engine, device: Device) -> dict[str, object]:
+    reserved = torch.cuda.max_memory_reserved() if device.kind == "cuda" else 0
+    return {
+        "gpu_peak_gib": round(device.peak_nbytes() / GIB, 3),
+        "gpu_reserved_gib": round(reserved / GIB, 3),
+        "host_peak_gib": host_peak_gib(),
+        "pinned_gib": round(device.page_locked_nbytes / GIB, 3),
+        "plan_gib": {tier: round(nbytes / GIB, 3) for tier, nbytes in engine.memory().items()},
+    }
+
+
+def _planned(engine: Engine, batch: list[MicroBatch]) -> dict[str, int]:
+    """Bytes that the ops of a step move over the link, by the layout. Words of a few bytes (norms, the loss) and the
+    token ids are left out."""
+    layout, itemsize, width = engine.layout, engine.decoder.dtype.itemsize, engine.decoder.hidden_size
+    rows = torch.cat([micro.input_ids.flatten() for micro in batch]).unique().numel() * width * itemsize
+    hidden = max(micro.input_ids.numel() for micro in batch) * width * itemsize
+    up = down = 0
+    for op in engine.plan.ops:
+        if op.kind is OpKind.UPLOAD:
+            up += layout.tiles(op.unit)[op.tile].numel * itemsize
+        elif op.kind is OpKind.DOWNLOAD:
+            down += layout.tiles(op.unit, trained=True)[op.tile].numel * itemsize
+        elif op.kind is OpKind.UPLOAD_ROWS:
+            up += rows
+        elif op.kind is OpKind.DOWNLOAD_ROWS:
+            down += rows
+        elif op.kind is OpKind.FETCH:
+            up += hidden
+        elif op.kind is OpKind.SPILL:
+            down += hidden
+    return {"up": up, "down": down}
+
+
+def _marks(engine: Engine, device: Device) -> dict[str, int]:
+    """What must not change from step to step; the line has the least and the most of steps 3 to the last."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    rss = next(int(text.split()[1]) for text in status if text.startswith("VmRSS"))
+    tensors = (held for held in engine.executor.buffers.values() if isinstance(held, torch.Tensor))
+    marks = {
+        "pinned": device.page_locked_nbytes,
+        "rss_mib": rss // 1024,
+        "slots": hash(tuple(tensor.data_ptr() for tensor in tensors)),
+    }
+    if device.kind == "cuda":
+        stats = torch.cuda.memory_stats()
+        free, total = torch.cuda.mem_get_info()
+        marks["segments"] = stats["segment.all.current"]
+        marks["reserved"] = stats["reserved_bytes.all.current"]
+        marks["device_used"] = total - free
+    return marks
+
+
+def _write_trace(settings: Settings, results: list[StepResult]) -> None:
+    folder = Path(str(settings.trace))
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{settings.shape}-b{settings.batch}-{settings.case}-{settings.update}"
+    timelines = [result.timeline() for result in results]
+    (folder / f"{name}.json").write_text(timelines[1].chrome_trace())
+    text = timelines[1].text(width=150)
+    first_upload = min(s.start_s for s in timelines[2].spans if s.op.kind == "upload")
+    last_update = max(s.end_s for s in timelines[1].spans if s.op.lane == "update")
+    ahead = last_update - first_upload
+    text += f"\nnext step's first upload starts {ahead:.4f} s before this step's last update ends\n"
+    (folder / f"{name}.txt").write_text(text)
+    print(text, flush=True)
