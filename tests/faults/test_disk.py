@@ -1,0 +1,95 @@
+"""Disks that are full, read-only, hanging or shared: what was there stays, and a sentence says what happened."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from faults.forks import REFUSED, Child, Server
+from slideformer.train import checkpoint, retention
+
+NO_MOUNTS = "no file system may be mounted here; test_checkpoint.py refuses writes by RLIMIT_FSIZE instead"
+
+
+def complete(folder: Path) -> list[str]:
+    return [path.name for _, path in retention.numbered(folder) if checkpoint.is_complete(path)]
+
+
+def ended(child: Child) -> int:
+    code = child.wait()
+    if code == REFUSED:
+        pytest.skip(NO_MOUNTS)
+    return code
+
+
+def test_a_disk_that_fills_up_in_a_save_keeps_the_checkpoint_before(server: Server, config, tmp_path) -> None:
+    """Room for one checkpoint and a half, and somebody else takes the rest after training has begun."""
+    folder = config(max_steps=6, save_steps=2, save_total_limit=1)
+    (folder / "out").mkdir()
+    one = 250_000
+    fill = f"mount('out', 'size={4 * one}')\n"
+    fill += f"""
+from slideformer.train import retention
+save = retention.Saver.save
+def filling(self, *args, **settings):
+    save(self, *args, **settings)
+    with open('out/somebody_elses', 'wb') as file:
+        free = os.statvfs('out').f_bavail * os.statvfs('out').f_frsize
+        file.write(bytes(free - {one // 5}))
+retention.Saver.save = filling
+"""
+    child = server.start(folder, "train", "train.yaml", before=fill, keep="kept")
+    assert ended(child) == 1
+    assert "checkpoint-4 could not be written: No space left on device; the checkpoints before it are" in child.error
+    assert complete(folder / "kept") == ["checkpoint-2"]
+    assert not list((folder / "kept").glob(".*partial"))
+
+
+def test_too_small_a_disk_is_refused_before_training(server: Server, config) -> None:
+    folder = config(save_steps=1)
+    (folder / "out").mkdir()
+    child = server.start(folder, "train", "train.yaml", before="mount('out', 'size=200k')")
+    assert ended(child) == 3
+    assert child.error.startswith("the checkpoints need ") and " in out (" in child.error
+    assert "step 1/" not in child.told()
+
+
+def test_a_read_only_folder_is_refused_before_anything_is_loaded(server: Server, config) -> None:
+    folder = config(save_steps=1)
+    (folder / "out").mkdir()
+    child = server.start(folder, "train", "train.yaml", before="mount('out', 'ro')")
+    assert ended(child) == 2
+    assert child.error == "output_dir out cannot be written to: Read-only file system: choose another"
+
+
+def test_two_runs_in_one_folder_are_refused(server: Server, config) -> None:
+    folder = config(max_steps=10**6)
+    first = server.start(folder, "train", "train.yaml")
+    first.until("step 2/")
+    second = server.start(folder, "train", "train.yaml", log="second.txt")
+    assert second.wait() == 2
+    assert second.error == "another process is writing to out: wait until it has ended, or choose another output_dir"
+    assert first.alive()
+    first.send(signal.SIGKILL)
+    assert first.wait() == -signal.SIGKILL
+    config(max_steps=1)
+    assert server.start(folder, "train", "train.yaml").wait() == 0  # the kernel let go
+
+
+@pytest.mark.parametrize("only", ["write", "fsync"])
+def test_a_disk_that_hangs_in_a_save_is_left_by_a_second_ctrl_c(server: Server, config, only) -> None:
+    folder = config(max_steps=50, save_steps=2)
+    child = server.start(folder, "train", "train.yaml", FAULT_HANG="checkpoint-4", FAULT_HANG_ONLY=only)
+    child.until("checkpoint-2: ")
+    while not list((folder / "out").glob(".checkpoint-4.partial")):
+        time.sleep(0.01)
+    time.sleep(0.2)
+    child.send(signal.SIGINT)
+    time.sleep(0.2)
+    assert child.alive()  # a disk may be slow: one Ctrl-C waits for it
+    child.send(signal.SIGINT)
+    assert child.wait(timeout_s=10) == 130
+    assert complete(folder / "out") == ["checkpoint-2"]
