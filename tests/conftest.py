@@ -1,6 +1,7 @@
 """What holds for every test: few torch threads. Timeouts and thread exceptions are set in pyproject.toml."""
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,6 +10,14 @@ torch.set_num_threads(2)
 
 # A shell that starts the tests in the background has them ignore SIGINT, which some of them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Encoded datasets go to a folder of the tests, not to the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture

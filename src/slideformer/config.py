@@ -10,7 +10,9 @@ import re
 from os.path import abspath
 from typing import Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator, model_validator
+
+from slideformer.dataset_settings import DatasetSpec, as_named_specs, as_specs, data_rules
 
 SIZE_UNITS = {
     "KIB": 2**10,
@@ -51,15 +53,8 @@ NULL_MEANS = {
     "save_strategy": "no",
     "resume_from_checkpoint": False,
     "lr_scheduler_kwargs": {},
+    "chat_template_kwargs": {},
 }
-
-
-class DatasetSpec(BaseModel):
-    """One local file of rows. weight: how often each row comes up in an epoch; 0.5 takes another half each time."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    path: str
-    weight: float = Field(1.0, gt=0)
 
 
 class TrainConfig(BaseModel):
@@ -80,13 +75,20 @@ class TrainConfig(BaseModel):
     # Data
     dataset: tuple[DatasetSpec, ...] = ()
     dataset_text_field: str = "text"
-    eval_dataset: dict[str, str] = {}  # name -> file; the metric is eval_NAME_loss, eval_loss for the name ""
+    eval_dataset: dict[str, DatasetSpec] = {}  # by name; the metric is eval_NAME_loss, eval_loss for the name ""
     val_size: float = Field(0, ge=0)  # rows taken from the training rows; a share of them below 1
     max_length: int = Field(2048, ge=2)
     excess_length_strategy: Literal["drop", "truncate", "raise"] = "truncate"
     assistant_only_loss: bool = True
     completion_only_loss: bool = True
-    packing: Literal[False] = False
+    packing: bool = False  # several samples a row, none of which sees another
+    chat_template: str | None = None  # a jinja file; null: the tokenizer's own
+    chat_template_kwargs: dict[str, JsonValue] = {}  # further variables of the template: {enable_thinking: false}
+    max_samples: int | None = Field(None, ge=1)  # rows that are read of each dataset
+    streaming: bool = False  # rows are read and encoded as they are needed; needs max_steps
+    shuffle_buffer_size: int = Field(1000, ge=1)  # samples that are shuffled, and packed, at a time when streaming
+    dataset_num_proc: int | None = Field(None, ge=1)  # processes that encode rows; null: this one
+    dataset_cache_dir: str | None = "auto"  # encoded rows are kept there; auto: ~/.cache/slideformer; null: nowhere
     strict: bool = False  # a row that cannot be used is an error, instead of counted and left out
 
     # Steps
@@ -170,13 +172,12 @@ class TrainConfig(BaseModel):
     @field_validator("dataset", mode="before")
     @classmethod
     def _one_dataset(cls, value: object) -> object:
-        items = value if isinstance(value, (list, tuple)) else [value]
-        return [{"path": item} if isinstance(item, str) else item for item in items]
+        return as_specs(value)
 
     @field_validator("eval_dataset", mode="before")
     @classmethod
     def _one_eval_dataset(cls, value: object) -> object:
-        return {"": value} if isinstance(value, str) else {} if value is None else value
+        return as_named_specs(value)
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -237,7 +238,7 @@ class TrainConfig(BaseModel):
             filled["save_strategy"] = "steps"
         if filled.get("metric_for_best_model") is None:
             sets = filled.get("eval_dataset")
-            name = next(iter(sets)) if isinstance(sets, dict) and len(sets) == 1 else ""
+            name = next(iter(sets)) if isinstance(sets, dict) and len(sets) == 1 and "path" not in sets else ""
             filled["metric_for_best_model"] = f"eval_{name}_loss" if name else "eval_loss"
         if filled.get("data_seed") is None:
             filled["data_seed"] = filled.get("seed", cls.model_fields["seed"].default)
@@ -254,6 +255,14 @@ class TrainConfig(BaseModel):
         """Every rule between fields, as (is it broken, what to say)."""
         has_eval = bool(self.eval_dataset) or self.val_size > 0
         return [
+            *data_rules(
+                streaming=self.streaming,
+                max_steps=self.max_steps,
+                val_size=self.val_size,
+                has_eval_dataset=bool(self.eval_dataset),
+                eval_strategy=self.eval_strategy,
+                save_strategy=self.save_strategy,
+            ),
             *self._rules_of_moments(has_eval),
             *self._rules_of_the_schedule(),
             *self._rules_of_the_best(),
@@ -269,14 +278,6 @@ class TrainConfig(BaseModel):
             (
                 self.warmup_ratio is not None and self.warmup_steps is not None,
                 "warmup_ratio and warmup_steps are both given: keep one",
-            ),
-            (
-                bool(self.eval_dataset) and self.val_size > 0,
-                "eval_dataset and val_size are both given: evaluate on files, or on rows taken from the training rows",
-            ),
-            (
-                self.val_size >= 1 and not self.val_size.is_integer(),
-                f"val_size is {self.val_size:g}: give a number of rows, or a share below 1",
             ),
             (
                 bool(self.model_name_or_path) and abspath(self.output_dir) == abspath(self.model_name_or_path),

@@ -43,7 +43,8 @@ def complaint(load, tmp_path: Path) -> Callable[..., str]:
         ("lerning_rate: 1e-5", "3: unknown key lerning_rate: did you mean learning_rate?"),
         ("learning_rate: fast", "3: learning_rate: found 'fast', should be a valid number"),
         ("push_to_hub: true", "3: push_to_hub is not available in this version: leave it out"),
-        ("packing: true", "3: packing: found True, should be False (nothing else is available in this version)"),
+        ("packing: maybe", "3: packing: found 'maybe', should be a valid boolean"),
+        ("dataset_num_proc: 0", "3: dataset_num_proc: found 0, should be greater than or equal to 1"),
         ("bf16: maybe", "3: bf16: found 'maybe', should be 'auto' or should be a valid boolean"),
         ("lr: 1\nlearning_rate: 2", "4: lr and learning_rate are both learning_rate (also at train.yaml:3): keep one"),
         ("dataset: more.jsonl", "3: dataset is given twice (also at train.yaml:2): keep one"),
@@ -72,7 +73,8 @@ def test_a_missing_key_is_named_with_the_file(complaint) -> None:
 def test_an_unknown_key_of_a_dataset_is_told(complaint) -> None:
     text = "model: m\ndataset:\n  - {path: a, wieght: 2}\n"
     assert complaint(text) == "train.yaml:2: dataset: unknown key wieght: did you mean weight?"
-    assert complaint(text.replace("wieght", "zz")) == "train.yaml:2: dataset: unknown key zz: known: path, weight"
+    known = "path, name, split, format, columns, weight"
+    assert complaint(text.replace("wieght", "zz")) == f"train.yaml:2: dataset: unknown key zz: known: {known}"
 
 
 def test_files_that_are_no_mapping_are_told(complaint) -> None:

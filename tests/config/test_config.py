@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from slideformer.config import TrainConfig
+from slideformer.dataset_settings import DatasetSpec
 
 MINIMAL = {"model_name_or_path": "model", "dataset": "rows.jsonl"}
 
@@ -53,7 +54,11 @@ def test_a_dataset_is_a_path_or_a_list_with_weights(written, means) -> None:
         ("max_gpu_memory", "0.5 gb", 500_000_000),
         ("max_host_memory", 2**30, 2**30),
         ("freeze", "embed", ("embed",)),
-        ("eval_dataset", "held.jsonl", {"": "held.jsonl"}),
+        ("eval_dataset", "held.jsonl", {"": DatasetSpec(path="held.jsonl")}),
+        ("eval_dataset", {"a": "held.jsonl"}, {"a": DatasetSpec(path="held.jsonl")}),
+        ("eval_dataset", {"path": "rows", "split": "test"}, {"": DatasetSpec(path="rows", split="test")}),
+        ("chat_template_kwargs", None, {}),
+        ("packing", True, True),
         ("bf16", "auto", "auto"),
         ("bf16", True, True),
         ("report_to", "none", ()),
@@ -86,7 +91,15 @@ def test_values_as_people_write_them(key, written, means) -> None:
         ({"save_strategy": "no", "save_steps": 5}, "save_steps is given, but save_strategy is no: set save_strategy: "),
         ({"save_strategy": True}, "found yes, which is not a value of save_strategy"),
         ({"resume_from_checkpoint": ""}, "resume_from_checkpoint is empty"),
-        ({"packing": True}, "False"),
+        (
+            {"dataset": {"path": "a", "columns": {"promt": "q"}}},
+            "promt is no column that is used (did you mean prompt?)",
+        ),
+        ({"dataset": {"path": "a", "format": "csv"}}, "should be 'auto', 'messages'"),
+        ({"streaming": True}, "nobody knows how many rows there are: set max_steps"),
+        ({"streaming": True, "max_steps": 5, "val_size": 2}, "val_size cannot be taken out of the rows"),
+        ({"streaming": True, "max_steps": 5, "eval_dataset": "a"}, "eval_strategy is epoch: set it to steps"),
+        ({"max_samples": 0}, "greater than or equal to 1"),
         ({"report_to": "wandbb"}, "'wandb'"),
         ({"report_to": True}, "'wandb'"),
         ({"lr_scheduler_type": "greedy"}, "follows eval_loss, but nothing is evaluated"),

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from slideformer.data.batches import Batches, Source, collate, evaluation_batches
-from slideformer.data.encode import IGNORED, Sample
+from slideformer.data.encode import IGNORED
+from slideformer.data.samples import Sample
 from slideformer.errors import BadInput
 
 
@@ -54,7 +55,7 @@ def test_the_order_is_this_one_on_every_machine_and_version() -> None:
 
 def test_weights_repeat_rows_or_take_another_share_each_epoch() -> None:
     b = batches(source("a", 4, weight=2.5), source("b", 8, weight=0.25))
-    assert b.samples_per_epoch == 12
+    assert b.rows_per_epoch == 12
     epochs = [Counter(epoch_rows(b, e)) for e in range(4)]
     for counts in epochs:
         assert sum(v for k, v in counts.items() if k[0] == "a") == 10
@@ -66,7 +67,7 @@ def test_weights_repeat_rows_or_take_another_share_each_epoch() -> None:
 
 
 def test_weights_that_leave_nothing_are_refused() -> None:
-    with pytest.raises(BadInput, match="leave no row"):
+    with pytest.raises(BadInput, match=r"weight 0.01 of a dataset with 4 rows leaves no row in an epoch: raise it"):
         batches(source("a", 4, weight=0.01))
 
 
@@ -89,14 +90,14 @@ def test_number_of_steps() -> None:
 
 
 def test_collate_pads_on_the_right_and_padding_is_not_learned() -> None:
-    batch = collate([sample("long", 4), sample("short", 2)], pad_id=9)
+    batch = collate([(sample("long", 4),), (sample("short", 2),)], pad_id=9)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4], [1, 2, 9, 9]]
     assert batch.labels.tolist() == [[IGNORED, 2, 3, 4], [IGNORED, 2, IGNORED, IGNORED]]
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
 
 
 def test_a_real_token_equal_to_the_pad_token_is_still_learned() -> None:
-    assert collate([sample("a", 3)], pad_id=3).labels.tolist() == [[IGNORED, 2, 3]]
+    assert collate([(sample("a", 3),)], pad_id=3).labels.tolist() == [[IGNORED, 2, 3]]
 
 
 def test_rows_of_like_length_share_a_micro_batch_longest_first() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slideformer.data.chat import encode_chat, encode_whole_chat
-from slideformer.data.formats import Chat, Reason, UnusableRow
+from slideformer.data.rows import Chat, Reason, UnusableRow
 from slideformer.errors import BadInput
 
 TURNS = [

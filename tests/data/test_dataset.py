@@ -7,7 +7,8 @@ import re
 import pytest
 
 from slideformer.data.dataset import load_dataset
-from slideformer.data.formats import Reason
+from slideformer.data.report import Tally
+from slideformer.data.rows import Reason
 from slideformer.errors import BadInput
 
 
@@ -30,11 +31,11 @@ def test_every_row_that_is_left_out_is_counted_by_reason_with_its_number(codec, 
     (report,) = load_dataset(config, codec).reports
     assert (report.rows_read, report.rows_kept) == (6, 1)
     assert report.dropped == {
-        Reason.NO_ASSISTANT: [2],
-        Reason.EMPTY_ANSWER: [3],
-        Reason.BAD_ROLE: [4],
-        Reason.TOO_LONG: [5],
-        Reason.NOT_TEXT: [6],
+        Reason.NO_ASSISTANT: Tally(1, ["2"]),
+        Reason.EMPTY_ANSWER: Tally(1, ["3"]),
+        Reason.BAD_ROLE: Tally(1, ["4"]),
+        Reason.TOO_LONG: Tally(1, ["5"]),
+        Reason.NOT_TEXT: Tally(1, ["6"]),
     }
     expected = "<|user|>hello<end>\n<|assistant|>hi<end>\n"
     num_tokens = len(expected) - 2 * len("<end>") + 2
@@ -46,7 +47,8 @@ def test_every_row_that_is_left_out_is_counted_by_reason_with_its_number(codec, 
 def test_rows_cut_to_max_length_are_counted(codec, make_config, write_rows) -> None:
     (report,) = load_dataset(make_config(str(write_rows(GOOD, LONG)), max_length=64), codec).reports
     assert report.rows_kept == 2
-    assert report.lines()[1:] == ["  cut to max_length: 1 row (2)"]
+    num_tokens = len("<|user|>hello\n<|assistant|>\n") + 100 + 2
+    assert report.lines()[1:] == [f"  cut to max_length: 1 row (2), {num_tokens - 64} tokens"]
 
 
 def test_what_is_hardly_meant_is_a_warning_and_not_a_line(make_codec, make_config, write_rows) -> None:
@@ -91,31 +93,6 @@ def test_dataset_text_field_names_the_text_column(codec, make_config, write_rows
     assert codec.tokenizer.decode(dataset.train[0].samples[0].input_ids) == "abc<eos>"
     with pytest.raises(BadInput, match="dataset_text_field: content in place of text"):
         load_dataset(make_config(str(write_rows({"body": "abc"})), dataset_text_field="content"), codec)
-
-
-def test_a_line_that_is_no_json_names_file_line_and_column(codec, make_config, write_rows) -> None:
-    path = write_rows({"text": "abc"}, "", '{"text": "abc"', name="broken.jsonl")
-    with pytest.raises(BadInput, match=re.escape(f"{path}:3: not valid JSON: Expecting ',' delimiter at column 15")):
-        load_dataset(make_config(str(path)), codec)
-    path = write_rows("[1]", name="list.jsonl")
-    with pytest.raises(BadInput, match=re.escape(f"{path}:1: expected a JSON object in each line, found a list")):
-        load_dataset(make_config(str(path)), codec)
-
-
-def test_files_that_cannot_be_read_are_named(codec, make_config, tmp_path) -> None:
-    for name, content, message in (
-        ("none.jsonl", None, "does not exist"),
-        ("rows.parquet", b"x", "ends in .parquet; accepted are .jsonl and .txt"),
-        ("latin.jsonl", b'{"text": "\xe9"}', "is not UTF-8"),
-        ("empty.jsonl", b"\n", "of 0: it has none"),
-    ):
-        path = tmp_path / name
-        if content is not None:
-            path.write_bytes(content)
-        with pytest.raises(BadInput, match=re.escape(str(path)) + ".*" + message):
-            load_dataset(make_config(str(path)), codec)
-    with pytest.raises(BadInput, match="is a folder"):
-        load_dataset(make_config(str(tmp_path)), codec)
 
 
 def test_val_size_takes_the_same_rows_out_of_training_for_the_same_seed(codec, make_config, write_rows) -> None:

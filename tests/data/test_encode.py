@@ -1,13 +1,13 @@
-"""Text, prompt and completion rows, end tokens, and rows that are too long."""
+"""Text, prompt and completion, instructions and token ids; end tokens, and rows that are too long."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import numpy as np
 import pytest
 
-from slideformer.data.encode import IGNORED, Remark, Sample, encode_row
-from slideformer.data.formats import RawRow, Reason, UnusableRow
+from slideformer.data.encode import IGNORED, Encoded, EncodingRules, Remark, encode_row
+from slideformer.data.formats import RowFormat
+from slideformer.data.rows import Block, RawRow, Reason, UnusableRow
 from slideformer.errors import BadInput
 
 EOS_ID = 258
@@ -19,12 +19,16 @@ def chat(*turns: str) -> dict[str, object]:
     return {"messages": [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]}
 
 
-def encode_one(columns: dict[str, object] | str, codec, config) -> Sample:
-    (sample,) = encode_row(RawRow(Path("rows.jsonl"), 5, columns), codec, config)
+def encode(columns: object, codec, config) -> list[Encoded]:
+    return list(encode_row(RawRow("rows.jsonl", 5, columns), RowFormat(), codec, EncodingRules.of(config)))
+
+
+def encode_one(columns: object, codec, config) -> Encoded:
+    (sample,) = encode(columns, codec, config)
     return sample
 
 
-def learned(sample: Sample, codec) -> str:
+def learned(sample: Encoded, codec) -> str:
     return codec.tokenizer.decode(sample.labels[sample.labels != IGNORED])
 
 
@@ -61,15 +65,45 @@ def test_prompt_and_completion_as_messages_learn_the_completion(codec, make_conf
     assert learned(sample, codec) == "d<end>"
 
 
-def test_a_document_is_cut_into_pieces_and_loses_nothing(codec, make_config) -> None:
-    text = "abcdefghijk"
-    pieces = list(encode_row(RawRow(Path("book.txt"), 1, text), codec, make_config(max_length=4)))
-    assert [len(p) for p in pieces] == [4, 4, 4]
-    assert "".join(codec.tokenizer.decode(p.input_ids) for p in pieces) == text + "<eos>"
+def test_an_instruction_is_a_conversation_where_there_is_a_template_and_a_prompt_where_there_is_none(
+    make_codec, make_config
+) -> None:
+    row = {"instruction": "add", "input": "2 2", "output": "4"}
+    codec = make_codec()
+    sample = encode_one(row, codec, make_config())
+    assert codec.tokenizer.decode(sample.input_ids) == "<|user|>add\n2 2<end>\n<|assistant|>4<end>\n"
+    assert learned(sample, codec) == "4<end>"
+    bare = make_codec(template=None)
+    sample = encode_one(row, bare, make_config())
+    text = bare.tokenizer.decode(sample.input_ids)
+    assert text.endswith("### Instruction:\nadd\n\n### Input:\n2 2\n\n### Response:\n4<eos>")
+    assert learned(sample, bare) == "4<eos>"
+    without = bare.tokenizer.decode(encode_one({**row, "input": ""}, bare, make_config()).input_ids)
+    assert without.endswith("### Instruction:\nadd\n\n### Response:\n4<eos>")
+
+
+def test_token_ids_are_taken_as_they_are_and_cut_like_text(codec, make_config) -> None:
+    sample = encode_one({"input_ids": [5, 6, 7], "labels": [-100, 6, -100]}, codec, make_config())
+    assert (sample.input_ids.tolist(), sample.labels.tolist()) == ([5, 6, 7], [-100, 6, -100])
+    assert encode_one({"input_ids": [5, 6, 7]}, codec, make_config()).labels.tolist() == [5, 6, 7]
+    cut = encode_one({"input_ids": [5, 6, 7]}, codec, make_config(max_length=2))
+    assert (cut.input_ids.tolist(), cut.remarks, cut.num_cut) == ([5, 6], Remark.TRUNCATED, 1)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_document_is_cut_into_pieces_and_loses_nothing(make_codec, make_config, adds) -> None:
+    codec = make_codec(add_bos=adds, add_eos=adds)
+    config = make_config(max_length=4)
+    blocks = (Block("abcdef", ends=False), Block("ghi", starts=False, ends=False), Block("jk", starts=False))
+    pieces = [piece for block in blocks for piece in encode(block, codec, config)]
+    text = codec.tokenizer.decode(np.concatenate([piece.input_ids for piece in pieces]))
+    assert text == ("<bos>" if adds else "") + "abcdefghijk<eos>"
+    assert max(len(piece.input_ids) for piece in pieces) == 4
+    assert all((piece.labels == piece.input_ids).all() for piece in pieces)
 
 
 def test_a_last_piece_of_one_token_is_left_out_because_nothing_in_it_can_be_predicted(codec, make_config) -> None:
-    pieces = list(encode_row(RawRow(Path("book.txt"), 1, "abcd"), codec, make_config(max_length=4)))
+    pieces = encode(Block("abcd"), codec, make_config(max_length=4))
     assert [codec.tokenizer.decode(p.input_ids) for p in pieces] == ["abcd"]
 
 
@@ -92,7 +126,7 @@ def test_a_learned_first_token_alone_is_no_target(make_codec, make_config) -> No
 def test_too_long_is_cut_and_remarked_dropped_or_raised(codec, make_config) -> None:
     row = {"prompt": "abc", "completion": "defgh"}
     cut = encode_one(row, codec, make_config(max_length=6))
-    assert (learned(cut, codec), cut.remarks) == ("def", {Remark.TRUNCATED})
+    assert (learned(cut, codec), cut.remarks, cut.num_cut) == ("def", Remark.TRUNCATED, 3)
     with pytest.raises(UnusableRow, match="too long: 9 tokens, max_length is 6"):
         encode_one(row, codec, make_config(max_length=6, excess_length_strategy="drop"))
     with pytest.raises(BadInput, match="rows.jsonl:5: too long: 9 tokens, max_length is 6: raise max_length"):
@@ -101,17 +135,26 @@ def test_too_long_is_cut_and_remarked_dropped_or_raised(codec, make_config) -> N
 
 def test_an_answer_that_does_not_end_with_a_stop_token_is_remarked(make_codec, make_config) -> None:
     ended = encode_one(chat("q", "a"), make_codec(), make_config())
-    assert ended.remarks == frozenset()
+    assert ended.remarks == Remark.NONE
     not_a_stop = encode_one(chat("q", "a"), make_codec(stops=("<eos>",)), make_config())
-    assert not_a_stop.remarks == {Remark.UNTERMINATED}
+    assert not_a_stop.remarks == Remark.UNTERMINATED
+
+
+def test_one_answer_of_several_without_an_end_token_is_enough_for_the_remark(make_codec, make_config) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'user' %}{{ m['content'] }}<end>{% else %}"
+        "{% generation %}{{ m['content'] }}{{ '<end>' if loop.last else '' }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    found = encode_one(chat("q", "a", "r", "b"), make_codec(template=template), make_config())
+    assert found.remarks == Remark.UNTERMINATED
 
 
 def test_a_row_of_which_all_is_learned_is_remarked_when_prompts_should_not_be(codec, make_config) -> None:
-    assert encode_one({"prompt": "", "completion": "abc"}, codec, make_config()).remarks == {Remark.UNMASKED}
+    assert encode_one({"prompt": "", "completion": "abc"}, codec, make_config()).remarks == Remark.UNMASKED
     whole = make_config(completion_only_loss=False)
-    assert encode_one({"prompt": "a", "completion": "abc"}, codec, whole).remarks == frozenset()
+    assert encode_one({"prompt": "a", "completion": "abc"}, codec, whole).remarks == Remark.NONE
 
 
 def test_num_target_tokens_leaves_out_the_first_token(codec, make_config) -> None:
     sample = encode_one({"text": "abc"}, codec, make_config())
-    assert (len(sample), sample.num_target_tokens) == (4, 3)
+    assert (len(sample.input_ids), sample.num_target_tokens) == (4, 3)

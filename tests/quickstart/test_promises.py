@@ -15,7 +15,7 @@ def test_the_config_is_an_ordinary_one_with_a_window_of_two(root) -> None:
     assert resolved.notices == ()
     assert resolved.config.window == 2
     assert resolved.config.output_dir == "runs/quickstart"
-    paths = [*(spec.path for spec in resolved.config.dataset), *resolved.config.eval_dataset.values()]
+    paths = [spec.path for spec in (*resolved.config.dataset, *resolved.config.eval_dataset.values())]
     assert all(path.startswith((".cache/quickstart/", "examples/quickstart/")) for path in paths)
 
 

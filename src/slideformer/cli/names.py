@@ -10,7 +10,8 @@ from difflib import get_close_matches
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from slideformer.config import DatasetSpec, TrainConfig
+from slideformer.config import TrainConfig
+from slideformer.dataset_settings import DatasetSpec
 from slideformer.errors import BadInput
 
 
@@ -57,6 +58,12 @@ ALIASES: dict[str, str] = {
     "sample_packing": "packing",
     "neat_packing": "packing",
     "packed": "packing",
+    "preprocessing_num_workers": "dataset_num_proc",
+    "num_proc": "dataset_num_proc",
+    "max_train_samples": "max_samples",
+    "buffer_size": "shuffle_buffer_size",
+    "tokenized_path": "dataset_cache_dir",
+    "dataset_prepared_path": "dataset_cache_dir",
     "train_on_completions": "completion_only_loss",
     "train_on_inputs": "completion_only_loss",
     "train_on_prompt": "completion_only_loss",
@@ -98,17 +105,10 @@ CONVERTED: dict[str, Callable[[object], object]] = {
     "torch_dtype": _dtype_as_bf16,
     "dtype": _dtype_as_bf16,
 }
-ONE_VALUE_YET = ("packing",)
 REQUIRED = ("model_name_or_path", "dataset")
 NOT_YET = frozenset(
     (
-        *(
-            "num_workers",
-            "dataloader_num_workers",
-            "dataset_num_proc",
-            "preprocessing_num_workers",
-            "max_samples",
-        ),
+        *("num_workers", "dataloader_num_workers"),
         *("push_to_hub", "hub_model_id", "placement", "offload_dir"),
         *("offload_optimizer", "nvme_offload_fraction", "ac_offload_nvme"),
     )
@@ -184,8 +184,7 @@ def _sentence(error: ValidationError, settings: dict[str, Setting]) -> str:
     inner = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place[1:] if _is_visible(part))
     text = " or ".join(_plain(e) for e in error.errors() if e["loc"][:1] == place[:1])
     found = "" if first["type"] == "value_error" else f"found {first['input']!r}, "
-    only = " (nothing else is available in this version)" if name in ONE_VALUE_YET else ""
-    return f"{settings[name].where}: {name}{inner}: {found}{text}{only}"
+    return f"{settings[name].where}: {name}{inner}: {found}{text}"
 
 
 def _is_visible(part: int | str) -> bool:

@@ -1,6 +1,7 @@
 """Which samples each step sees, and as which tensors. Step k of a run is a pure function of (samples, seed, k).
 
-So a run can be taken up at any step without replaying the ones before it.
+So a run can be taken up at any step without replaying the ones before it. With packing several samples share a row;
+which ones is decided once, from the seed, and from then on a packed row is what a sample is without packing.
 """
 
 from __future__ import annotations
@@ -9,11 +10,17 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy as np
 import torch
 
-from slideformer.data.encode import IGNORED, Sample
+from slideformer.data.encode import IGNORED
+from slideformer.data.packing import best_fit
+from slideformer.data.samples import Sample, Samples
 from slideformer.errors import BadInput
+
+Row = tuple[Sample, ...]  # samples that stand side by side in one row of a micro-batch; one, without packing
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +28,7 @@ class MicroBatch:
     """Rows that pass through a unit together. input_ids, labels: int64 [B, S], host; labels are not shifted.
 
     Rows are padded on the right, where causal attention never looks, so padding needs no attention_mask.
+    position_ids: int64 [B, S] where rows hold several samples: they begin anew with each, and with the padding.
     """
 
     input_ids: torch.Tensor
@@ -31,49 +39,78 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Samples of one file, and how often each of them comes up in an epoch."""
+    """Samples of one dataset, and how often each of them comes up in an epoch. name: for messages."""
 
     samples: Sequence[Sample]
     weight: float = 1.0
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What one optimizer step sees. epoch: passes over the data when it is done. Token counts are without padding."""
+    """What one optimizer step sees. epoch: passes over the data when it is done. Token counts are without padding.
+
+    layout: the samples of each row of each micro-batch, as they stand in the tensors.
+    """
 
     micro_batches: tuple[MicroBatch, ...]
     rows: tuple[str, ...]
     epoch: float
     num_input_tokens: int
     num_target_tokens: int
+    layout: tuple[tuple[Row, ...], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """The steps of a run. The last step of an epoch takes what is left, so it may be smaller."""
+    """The steps of a run. The last step of an epoch takes what is left, so it may be smaller.
+
+    pack_length: tokens that the samples of one row may have together; 0: one sample a row.
+    """
 
     sources: tuple[Source, ...]
     rows_per_micro_batch: int
     micro_batches: int
     seed: int
     pad_id: int
-    _orders: dict[int, list[tuple[int, int]]] = field(default_factory=dict, init=False, repr=False)  # of one epoch
+    pack_length: int = 0
+    _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)  # of one epoch
 
     def __post_init__(self) -> None:
-        if not self.samples_per_epoch:
-            raise BadInput("the weights of the datasets leave no row in an epoch: raise them")
+        for source, rows in zip(self.sources, self._rows_of_sources, strict=True):
+            if not round(source.weight * len(rows)):
+                found = f"{len(rows)} rows" + (" after packing" if self.pack_length else "")
+                raise BadInput(
+                    f"weight {source.weight:g} of {source.name or 'a dataset'} with {found} leaves no row in an epoch: "
+                    "raise it"
+                )
 
     @property
     def rows_per_step(self) -> int:
         return self.rows_per_micro_batch * self.micro_batches
 
+    @cached_property
+    def _rows_of_sources(self) -> list[Sequence[Sequence[int]]]:
+        """For each source its rows, as indices of samples."""
+        if not self.pack_length:
+            return [_Alone(len(source.samples)) for source in self.sources]
+        return [
+            best_fit(lengths_of(source.samples), self.pack_length, shuffled(len(source.samples), self.seed, "pack", s))
+            for s, source in enumerate(self.sources)
+        ]
+
     @property
-    def samples_per_epoch(self) -> int:
-        return sum(round(source.weight * len(source.samples)) for source in self.sources)
+    def rows_per_epoch(self) -> int:
+        return sum(round(s.weight * len(rows)) for s, rows in zip(self.sources, self._rows_of_sources, strict=True))
+
+    @property
+    def num_packs(self) -> list[int]:
+        """For each source its rows after packing."""
+        return [len(rows) for rows in self._rows_of_sources]
 
     @property
     def steps_per_epoch(self) -> int:
-        return math.ceil(self.samples_per_epoch / self.rows_per_step)
+        return math.ceil(self.rows_per_epoch / self.rows_per_step)
 
     def num_steps(self, *, epochs: float, max_steps: int) -> int:
         """Steps of a run; max_steps decides unless it is -1."""
@@ -84,57 +121,137 @@ class Batches:
         epoch, place = divmod(index, self.steps_per_epoch)
         order = self._order(epoch)
         chosen = order[place * self.rows_per_step : (place + 1) * self.rows_per_step]
-        samples = [self.sources[s].samples[i] for s, i in chosen]
-        return StepBatch(
-            micro_batches=tuple(_micro_batches(samples, self.rows_per_micro_batch, self.pad_id)),
-            rows=tuple(sample.where for sample in samples),
+        rows = [self._row(int(s), int(r)) for s, r in chosen]
+        return step_batch(
+            rows,
+            self.rows_per_micro_batch,
+            self.pad_id,
+            packed=bool(self.pack_length),
             epoch=epoch + min((place + 1) * self.rows_per_step / len(order), 1.0),
-            num_input_tokens=sum(map(len, samples)),
-            num_target_tokens=sum(sample.num_target_tokens for sample in samples),
         )
 
-    def _order(self, epoch: int) -> list[tuple[int, int]]:
-        """(source, sample) in the order of one epoch."""
+    def identity(self) -> dict[str, str | int]:
+        """Name -> value of all that decides what each step sees; what lies in the files counts, not where they lie."""
+        found: dict[str, str | int] = {f"dataset[{i}]": _content(source) for i, source in enumerate(self.sources)}
+        found |= {"datasets": len(self.sources), "data_seed": self.seed}
+        if self.pack_length:
+            found["packing to rows of max_length"] = self.pack_length
+        return found
+
+    def _row(self, source: int, row: int) -> Row:
+        samples = self.sources[source].samples
+        return tuple(samples[i] for i in self._rows_of_sources[source][row])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """[n, 2]: (source, row) in the order of one epoch."""
         if epoch not in self._orders:
-            chosen: list[tuple[int, int]] = []
-            for s, source in enumerate(self.sources):
-                count = len(source.samples)
+            chosen = []
+            for s, (source, rows) in enumerate(zip(self.sources, self._rows_of_sources, strict=True)):
+                count = len(rows)
                 passes, rest = divmod(round(source.weight * count), count)
-                chosen += [(s, i) for i in range(count)] * passes
-                chosen += _rest_of_epoch(s, count, rest, self.seed, epoch)
+                picked = np.concatenate([np.tile(np.arange(count), passes), self._rest(s, count, rest, epoch)])
+                chosen.append(np.stack([np.full(len(picked), s), picked], axis=1))
+            every = np.concatenate(chosen)
             self._orders.clear()
-            self._orders[epoch] = [chosen[i] for i in shuffled(len(chosen), self.seed, "epoch", epoch)]
+            self._orders[epoch] = every[shuffled(len(every), self.seed, "epoch", epoch)]
         return self._orders[epoch]
 
+    def _rest(self, source: int, count: int, rest: int, epoch: int) -> np.ndarray:
+        """`rest` of `count` rows. Epochs take consecutive stretches of one order, so all come up before any returns."""
+        order = shuffled(count, self.seed, "rest", source) if rest else np.arange(0)
+        return order[(epoch * rest + np.arange(rest)) % count] if rest else order
 
-def evaluation_batches(samples: Sequence[Sample], rows_per_micro_batch: int, pad_id: int) -> list[MicroBatch]:
-    """All the samples once, longest first."""
-    return list(_micro_batches(samples, rows_per_micro_batch, pad_id))
+
+class _Alone(Sequence[Sequence[int]]):
+    """Rows of one sample each."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[int]:
+        return (index,)
 
 
-def shuffled(count: int, seed: int, *purpose: object) -> list[int]:
+def evaluation_batches(
+    samples: Sequence[Sample], rows_per_micro_batch: int, pad_id: int, *, pack_length: int = 0
+) -> list[MicroBatch]:
+    """All the samples once, longest rows first. pack_length: as for `Batches`."""
+    if pack_length:
+        packs = best_fit(lengths_of(samples), pack_length, range(len(samples)))
+        rows = [tuple(samples[i] for i in pack) for pack in packs]
+    else:
+        rows = [(sample,) for sample in samples]
+    return [collate(group, pad_id, packed=bool(pack_length)) for group in _by_length(rows, rows_per_micro_batch)]
+
+
+def shuffled(count: int, seed: int, *purpose: object) -> np.ndarray:
     """range(count) in an order that depends on nothing but the arguments: not on a library's version either."""
     prefix = f"{seed}/{'/'.join(map(str, purpose))}/".encode()
-    return sorted(range(count), key=lambda i: hashlib.blake2b(prefix + str(i).encode(), digest_size=8).digest())
+    digests = (hashlib.blake2b(prefix + str(i).encode(), digest_size=8).digest() for i in range(count))
+    keys = np.fromiter((int.from_bytes(digest) for digest in digests), np.uint64, count)
+    return np.argsort(keys, kind="stable")
 
 
-def _rest_of_epoch(source: int, count: int, rest: int, seed: int, epoch: int) -> list[tuple[int, int]]:
-    """`rest` of `count` samples. Epochs take consecutive stretches of one order, so all come up before any returns."""
-    order = shuffled(count, seed, "rest", source) if rest else []
-    return [(source, order[(epoch * rest + i) % count]) for i in range(rest)]
+def lengths_of(samples: Sequence[Sample]) -> list[int]:
+    return samples.lengths.tolist() if isinstance(samples, Samples) else [len(sample) for sample in samples]
 
 
-def _micro_batches(samples: Sequence[Sample], rows: int, pad_id: int) -> Iterator[MicroBatch]:
-    by_length = sorted(samples, key=len, reverse=True)
-    for start in range(0, len(by_length), rows):
-        yield collate(by_length[start : start + rows], pad_id)
+def step_batch(rows: Sequence[Row], rows_per_micro_batch: int, pad_id: int, *, packed: bool, epoch: float) -> StepBatch:
+    """Rows as one step's tensors, longest first."""
+    groups = tuple(_by_length(rows, rows_per_micro_batch))
+    samples = [sample for row in rows for sample in row]
+    return StepBatch(
+        micro_batches=tuple(collate(group, pad_id, packed=packed) for group in groups),
+        rows=tuple(sample.where for sample in samples),
+        epoch=epoch,
+        num_input_tokens=sum(map(len, samples)),
+        num_target_tokens=sum(sample.num_target_tokens for sample in samples),
+        layout=groups,
+    )
 
 
-def collate(samples: Sequence[Sample], pad_id: int) -> MicroBatch:
-    """Samples side by side, padded on the right to the longest."""
-    shape = (len(samples), max(map(len, samples)))
+def _by_length(rows: Sequence[Row], rows_per_micro_batch: int) -> Iterator[tuple[Row, ...]]:
+    ordered = sorted(rows, key=_length, reverse=True)
+    for start in range(0, len(ordered), rows_per_micro_batch):
+        yield tuple(ordered[start : start + rows_per_micro_batch])
+
+
+def _length(row: Row) -> int:
+    return sum(map(len, row))
+
+
+def collate(rows: Sequence[Row], pad_id: int, *, packed: bool = False) -> MicroBatch:
+    """Rows below each other, padded on the right to the longest.
+
+    packed: positions begin anew with every sample, and no sample's first token is a target, since what stands before
+    it is another's.
+    """
+    shape = (len(rows), max(map(_length, rows)))
     input_ids, labels = torch.full(shape, pad_id), torch.full(shape, IGNORED)
-    for row, sample in enumerate(samples):
-        input_ids[row, : len(sample)] = sample.input_ids
-        labels[row, : len(sample)] = sample.labels
-    return MicroBatch(input_ids, labels)
+    position_ids = torch.zeros(shape, dtype=torch.int64) if packed else None
+    for index, row in enumerate(rows):
+        at = 0
+        for sample in row:
+            stop = at + len(sample)
+            input_ids[index, at:stop] = sample.input_ids
+            labels[index, at:stop] = sample.labels
+            if position_ids is not None:
+                position_ids[index, at:stop] = torch.arange(len(sample))
+                labels[index, at] = IGNORED
+            at = stop
+        if position_ids is not None:
+            position_ids[index, at:] = torch.arange(shape[1] - at)
+    return MicroBatch(input_ids, labels, position_ids=position_ids)
+
+
+def _content(source: Source) -> str:
+    """What is learned: number, weight and content of the samples in their order."""
+    total = hashlib.blake2b(digest_size=8)
+    for sample in source.samples:
+        total.update(len(sample).to_bytes(8, "little"))
+        total.update(sample.input_ids.numpy())
+        total.update(sample.labels.numpy())
+    return f"{len(source.samples)} samples of weight {source.weight:g} ({total.hexdigest()})"

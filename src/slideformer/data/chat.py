@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from jinja2 import TemplateError
 
-from slideformer.data.formats import Chat, Message, Reason, UnusableRow
+from slideformer.data.rows import Chat, Message, Reason, UnusableRow
 from slideformer.data.tokenizer import Codec
 from slideformer.errors import BadInput
 
+STAND_IN = "stand-in-for-an-answer"  # small letters, no white space: templates leave it as it is
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -42,12 +43,12 @@ def encode_chat(chat: Chat, codec: Codec, where: str) -> Rendered:
 def encode_whole_chat(chat: Chat, codec: Codec, where: str) -> Rendered:
     """Ids of a conversation of which every token is to be learned. Raises as `encode_chat` does."""
     _require_template(codec, where)
-    ids = codec.tokenizer(_render(codec, chat.messages, chat), add_special_tokens=False)["input_ids"]
+    ids = codec.encode_bare(_render(codec, chat.messages, chat))
     return Rendered(ids, [True] * len(ids))
 
 
 def _require_template(codec: Codec, where: str) -> None:
-    if codec.tokenizer.chat_template is None:
+    if not codec.has_template:
         raise BadInput(
             f"{where} is a conversation, but the tokenizer of {codec.name} has no chat template: "
             "put a chat_template.jinja into that folder, or give text or prompt and completion rows"
@@ -59,7 +60,7 @@ def _by_markers(chat: Chat, codec: Codec) -> Rendered:
     ids, learned = encoded["input_ids"], [bool(m) for m in encoded["assistant_masks"]]
     if chat.answers_from:
         prompt = _render(codec, chat.messages[: chat.answers_from], chat, add_generation_prompt=True)
-        start = common_prefix(ids, codec.tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        start = common_prefix(ids, codec.encode_bare(prompt))
         learned = [m and i >= start for i, m in enumerate(learned)]
     return Rendered(ids, learned)
 
@@ -71,7 +72,7 @@ def _by_rendering(chat: Chat, codec: Codec, where: str) -> Rendered:
         for index, message in enumerate(chat.messages)
         if message["role"] == "assistant" and index >= chat.answers_from
     ]
-    encoded = codec.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = codec.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     learned = [any(stop > first and start < last for first, last in spans) for start, stop in encoded["offset_mapping"]]
     return Rendered(encoded["input_ids"], learned)
 
@@ -85,16 +86,32 @@ def _answer_span(index: int, text: str, chat: Chat, codec: Codec, where: str) ->
         raise _underivable(codec, where, index, f"it refuses the conversation up to there ({error})") from None
     if not text.startswith(before):
         raise _underivable(codec, where, index, "its generation prompt is not how the message begins")
-    start, content = len(before), str(chat.messages[index].get("content") or "").strip()
+    start = len(before)
     if text.startswith(upto) and len(upto) > start:
         return start, start + _end_of_answer(text[start : len(upto)], codec)
     # Some templates render an answer differently once another message follows (Qwen3 drops its thoughts).
-    if content and text.startswith(content, start):
-        stop = start + len(content)
-        end_token = re.match(r"\s*(?:" + "|".join(map(re.escape, codec.special_tokens)) + ")", text[stop:])
-        if codec.special_tokens and end_token:
-            return start, stop + end_token.end()
+    stop = _stop_beside_a_stand_in(index, text, before, chat, codec)
+    if stop is not None:
+        return start, stop
     raise _underivable(codec, where, index, "the message is rendered differently when more messages follow")
+
+
+def _stop_beside_a_stand_in(index: int, text: str, before: str, chat: Chat, codec: Codec) -> int | None:
+    """Where answer `index` ends, by what follows it in the same conversation with other words in its place.
+
+    None if that does not tell: the rest is rendered differently too, or no end token follows.
+    """
+    changed = [*chat.messages[:index], {"role": "assistant", "content": STAND_IN}, *chat.messages[index + 1 :]]
+    try:
+        other = _render(codec, changed, chat)
+    except UnusableRow:
+        return None
+    _, found, rest = other.rpartition(STAND_IN)
+    stop = len(text) - len(rest)
+    if not found or not text.endswith(rest) or stop < len(before):
+        return None
+    end_token = re.match(r"\s*(?:" + "|".join(map(re.escape, codec.special_tokens)) + ")", rest)
+    return stop + end_token.end() if codec.special_tokens and end_token else None
 
 
 def _end_of_answer(answer: str, codec: Codec) -> int:
@@ -116,7 +133,7 @@ def _render(codec: Codec, messages: Sequence[Message], chat: Chat, *, add_genera
 
 def _apply(codec: Codec, messages: Sequence[Message], chat: Chat, **options: bool):
     try:
-        return codec.tokenizer.apply_chat_template(list(messages), tools=chat.tools, **options)
+        return codec.tokenizer.apply_chat_template(list(messages), tools=chat.tools, **codec.template_kwargs, **options)
     except (TemplateError, TypeError, KeyError, IndexError) as error:
         raise UnusableRow(Reason.TEMPLATE, str(error)) from None
 

@@ -1,103 +1,212 @@
-"""All the samples of a run, from the files that its config names, and what became of every row."""
+"""All the samples of a run, from the datasets that its config names, and what became of every row."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
+
+from slideformer import __version__
 from slideformer.config import TrainConfig
+from slideformer.data import cache
 from slideformer.data.batches import Batches, MicroBatch, Source, evaluation_batches, shuffled
-from slideformer.data.encode import Sample, encode_row
-from slideformer.data.formats import LAYOUTS, UnusableRow, read_rows
+from slideformer.data.encode import EncodingRules
+from slideformer.data.formats import RowFormat
 from slideformer.data.report import FileReport
+from slideformer.data.samples import Sample, Samples, SampleWriter
+from slideformer.data.sources import RowSource, open_source
+from slideformer.data.stream import Stream, StreamedBatches
 from slideformer.data.tokenizer import Codec
+from slideformer.data.workers import Encoder, encode_all
+from slideformer.dataset_settings import DatasetSpec
 from slideformer.errors import BadInput
+
+CACHE_FORMAT = 1  # to be raised when the same rows would become other samples
+TODAY = "strftime_now"  # what a chat template calls to print the date
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """train: one Source a file, with its weight. evaluation: name -> samples. reports: one a file, in config order."""
+    """train: one Source a dataset, with its weight; streams instead, when streaming. evaluation: name -> samples.
+
+    reports: one a dataset, in config order.
+    """
 
     train: tuple[Source, ...]
     evaluation: Mapping[str, Sequence[Sample]]
     reports: tuple[FileReport, ...]
+    streams: tuple[Stream, ...] = ()
 
 
 def load_dataset(config: TrainConfig, codec: Codec) -> Dataset:
-    """Read and encode every file of the config.
+    """Read and encode every dataset of the config, or find it as it was encoded before.
 
-    Raises BadInput: whatever `read_rows` and `encode_row` raise, a file of which no row can be used, and with
+    Raises BadInput: whatever the readers and `encode_row` raise, a dataset of which no row can be used, and with
     `strict: true` the first row that cannot.
     """
     reports: list[FileReport] = []
 
-    def load(path: str, role: str) -> list[Sample]:
-        samples, report = _load_file(Path(path), role, codec, config)
+    def load(spec: DatasetSpec, role: str) -> Samples:
+        samples, report = _load(spec, role, codec, config)
         reports.append(report)
         return samples
 
-    train = [Source(load(spec.path, "training"), spec.weight) for spec in config.dataset]
-    evaluation = {
-        name: load(path, f"evaluation ({name})" if name else "evaluation") for name, path in config.eval_dataset.items()
+    train, streams = [], []
+    for spec in config.dataset:
+        if config.streaming:
+            streams.append(_open_stream(spec, codec, config))
+            reports.append(streams[-1].report)
+        else:
+            train.append(Source(load(spec, "training"), spec.weight, spec.path))
+    evaluation: dict[str, Sequence[Sample]] = {
+        name: load(spec, f"evaluation ({name})" if name else "evaluation") for name, spec in config.eval_dataset.items()
     }
     if config.val_size:
-        train, held_out = _split(train, config)
-        evaluation[""] = held_out
-    return Dataset(tuple(train), evaluation, tuple(reports))
+        train, evaluation[""] = _split(train, config)
+    return Dataset(tuple(train), evaluation, tuple(reports), tuple(streams))
 
 
-def training_batches(dataset: Dataset, config: TrainConfig, codec: Codec) -> Batches:
-    """The steps of a run over the training samples."""
-    return Batches(
-        dataset.train,
-        config.per_device_train_batch_size,
-        config.gradient_accumulation_steps,
-        config.data_seed or 0,
-        codec.pad_id,
-    )
+def training_batches(dataset: Dataset, config: TrainConfig, codec: Codec) -> Batches | StreamedBatches:
+    """The steps of a run over the training samples. Reports then also say how they were packed."""
+    seed, pack_length = config.data_seed or 0, config.max_length if config.packing else 0
+    rows, micro_batches = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    if dataset.streams:
+        return StreamedBatches(
+            dataset.streams,
+            rows,
+            micro_batches,
+            seed,
+            codec.pad_id,
+            config.shuffle_buffer_size,
+            config.max_steps,
+            pack_length,
+        )
+    batches = Batches(dataset.train, rows, micro_batches, seed, codec.pad_id, pack_length)
+    if pack_length:
+        for report, num_packs in zip(dataset.reports, batches.num_packs, strict=False):
+            report.num_packs, report.pack_length = num_packs, pack_length
+    return batches
 
 
 def evaluation_sets(dataset: Dataset, config: TrainConfig, codec: Codec) -> dict[str, list[MicroBatch]]:
     """Name -> all the samples of an evaluation set, once."""
+    pack_length = config.max_length if config.packing else 0
     return {
-        name: evaluation_batches(samples, config.eval_batch_size, codec.pad_id)
+        name: evaluation_batches(samples, config.eval_batch_size, codec.pad_id, pack_length=pack_length)
         for name, samples in dataset.evaluation.items()
     }
 
 
-def _load_file(path: Path, role: str, codec: Codec, config: TrainConfig) -> tuple[list[Sample], FileReport]:
-    samples: list[Sample] = []
-    report = FileReport(str(path), role)
-    first_unusable = ""
-    for row in read_rows(path):
-        report.rows_read += 1
-        try:
-            for sample in encode_row(row, codec, config):
-                samples.append(sample)
-                report.count(sample, row.number)
-            report.rows_kept += 1
-        except UnusableRow as error:
-            first_unusable = first_unusable or f"{row.where}: {error}"
-            report.dropped.setdefault(error.reason, []).append(row.number)
-            if config.strict:
-                raise BadInput(f"{row.where}: {error} (strict is true)") from None
-    if not samples:
-        why = f"the first is {first_unusable}" if first_unusable else "it has none"
-        raise BadInput(f"no row of {path} can be used, of {report.rows_read}: {why}; expected {LAYOUTS}")
+def samples_of(
+    rows: Iterable[Mapping[str, object]], name: str, role: str, codec: Codec, config: TrainConfig
+) -> tuple[Samples, FileReport]:
+    """Rows that are given in Python, as those of a file. name: what messages call them ("train_dataset").
+
+    Rows with input_ids need nothing of the codec. Raises BadInput as `load_dataset` does, and for rows without an end
+    or that are no mappings.
+    """
+    if not isinstance(rows, Sized):
+        raise BadInput(f"{name} is a {type(rows).__name__}, which has no length: give a list of rows, or a dataset")
+    source = RowSource(name, RowFormat(text_field=config.dataset_text_field), config.max_samples, given=rows)
+    encoder = Encoder(codec, source.row_format, EncodingRules.of(config), config.strict)
+    return _encoded(source, encoder, FileReport(name, role), None, config)
+
+
+def _load(spec: DatasetSpec, role: str, codec: Codec, config: TrainConfig) -> tuple[Samples, FileReport]:
+    source, encoder = _prepared(spec, codec, config, streaming=False)
+    folder = cache.folder_of(config.dataset_cache_dir)
+    return _encoded(source, encoder, _new_report(source, role, codec), folder, config)
+
+
+def _encoded(
+    source: RowSource, encoder: Encoder, report: FileReport, folder: Path | None, config: TrainConfig
+) -> tuple[Samples, FileReport]:
+    """Every sample of a source. folder: of the cache, if there is one."""
+
+    def fill(writer: SampleWriter) -> cache.Facts:
+        names: dict[str, int] = {}
+        for chunk in encode_all(source.rows(), encoder, num_proc=config.dataset_num_proc or 1):
+            report.add(chunk)
+            if chunk.samples:
+                files = [names.setdefault(name, len(names)) for name, _ in chunk.places]
+                writer.add(names=np.array(files, np.int32), **chunk.arrays())
+        if not report.samples:
+            raise BadInput(report.nothing_usable())
+        return {"files": list(names), "report": report.counts()}
+
+    samples, facts = cache.cached(folder, _cache_name(source, encoder) if folder else None, fill)
+    report.restore(facts["report"])
     return samples, report
+
+
+def _open_stream(spec: DatasetSpec, codec: Codec, config: TrainConfig) -> Stream:
+    """With its first rows read, so that what is wrong with all of them is known before anything else is loaded."""
+    source, encoder = _prepared(spec, codec, config, streaming=True)
+    stream = Stream(source, encoder, spec.weight, _new_report(source, "training", codec))
+    stream.report.streamed = True
+    next(stream.samples())
+    return stream
+
+
+def _prepared(spec: DatasetSpec, codec: Codec, config: TrainConfig, *, streaming: bool) -> tuple[RowSource, Encoder]:
+    source = open_source(spec, text_field=config.dataset_text_field, max_rows=config.max_samples, streaming=streaming)
+    return source, Encoder(codec, source.row_format, EncodingRules.of(config), config.strict)
+
+
+def _new_report(source: RowSource, role: str, codec: Codec) -> FileReport:
+    report = FileReport(source.name, role, files=max(len(source.files), 1))
+    report.passed_over = [str(path) for path in source.passed_over]
+    if _prints_the_date(codec):
+        report.cautions.append(
+            "the chat template prints today's date, so a run cannot be continued tomorrow and does not learn one date; "
+            'fix it with chat_template_kwargs: {date_string: "26 Jul 2024"} or another'
+        )
+    return report
+
+
+def _prints_the_date(codec: Codec) -> bool:
+    template = codec.tokenizer.chat_template
+    return TODAY in (template if isinstance(template, str) else "") and "date_string" not in codec.template_kwargs
+
+
+def _cache_name(source: RowSource, encoder: Encoder) -> str | None:
+    """Of everything that decides what the samples are; None for rows that cannot be told from others."""
+    content = source.identity()
+    if content is None:
+        return None
+    libraries = {name: version(name) for name in ("transformers", "tokenizers", "jinja2")}
+    return cache.digest(
+        {
+            "format": CACHE_FORMAT,
+            "slideformer": __version__,
+            **libraries,
+            "rows": content,
+            "max_rows": source.max_rows,
+            "encoder": encoder.identity(),
+            "date": str(date.today()) if _prints_the_date(encoder.codec) else None,
+        }
+    )
 
 
 def _split(train: Sequence[Source], config: TrainConfig) -> tuple[list[Source], list[Sample]]:
     """Take val_size samples out of the training samples, the same ones for the same seed."""
-    places = [(s, i) for s, source in enumerate(train) for i in range(len(source.samples))]
-    wanted = config.val_size * len(places) if config.val_size < 1 else config.val_size
+    counts = [len(source.samples) for source in train]
+    total = sum(counts)
+    wanted = config.val_size * total if config.val_size < 1 else config.val_size
     count = max(round(wanted), 1)
-    if count >= len(places):
-        raise BadInput(f"val_size is {config.val_size:g}, but there are only {len(places)} training rows: give less")
-    held_out = {places[i] for i in shuffled(len(places), config.data_seed, "val_size")[:count]}
-    kept = [
-        Source([sample for i, sample in enumerate(source.samples) if (s, i) not in held_out], source.weight)
-        for s, source in enumerate(train)
-    ]
-    return kept, [train[s].samples[i] for s, i in sorted(held_out)]
+    if count >= total:
+        raise BadInput(f"val_size is {config.val_size:g}, but there are only {total} training rows: give less")
+    held_out = sorted(shuffled(total, config.data_seed or 0, "val_size")[:count].tolist())
+    kept, taken, first = [], [], 0
+    for source, size in zip(train, counts, strict=True):
+        here = [i - first for i in held_out if first <= i < first + size]
+        out = set(here)
+        rest = [i for i in range(size) if i not in out]
+        taken += [source.samples[i] for i in here]
+        kept.append(Source(source.samples.subset(rest), source.weight, source.name))
+        first += size
+    return kept, taken

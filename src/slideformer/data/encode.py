@@ -2,81 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntFlag
 
-import torch
+import numpy as np
 
 from slideformer.config import TrainConfig
 from slideformer.data.chat import common_prefix, encode_chat, encode_whole_chat
-from slideformer.data.formats import Chat, Completion, RawRow, Reason, Text, UnusableRow, parse_row
+from slideformer.data.formats import RowFormat, parse_row
+from slideformer.data.rows import (
+    Block,
+    Chat,
+    Completion,
+    Content,
+    Instruction,
+    RawRow,
+    Reason,
+    Text,
+    Tokens,
+    UnusableRow,
+)
 from slideformer.data.tokenizer import Codec
 from slideformer.errors import BadInput
-
-
-class Remark(StrEnum):
-    """What is unusual about a sample that is used all the same, in the words of the report."""
-
-    TRUNCATED = "cut to max_length"
-    UNTERMINATED = "an answer without an end token, so the model does not learn to stop"
-    UNMASKED = "no token left out of the loss, not even the prompt's"
-
 
 IGNORED = -100  # the label of a token that is not learned, as in torch's cross entropy
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """One sequence. input_ids, labels: int32 [n], labels not shifted. where: the row it comes from."""
+class Remark(IntFlag):
+    """What is unusual about a sample that is used all the same."""
 
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-    where: str
-    remarks: frozenset[Remark] = frozenset()
+    NONE = 0
+    TRUNCATED = 1
+    UNTERMINATED = 2
+    UNMASKED = 4
 
-    def __len__(self) -> int:
-        return len(self.input_ids)
+
+REMARKS: Mapping[Remark, str] = {
+    Remark.TRUNCATED: "cut to max_length",
+    Remark.UNTERMINATED: "an answer without an end token, so the model does not learn to stop",
+    Remark.UNMASKED: "no token left out of the loss, not even the prompt's",
+}
+"""In the words of the report."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingRules:
+    """All settings that change what a row becomes. Named as in the config."""
+
+    max_length: int
+    excess_length_strategy: str
+    assistant_only_loss: bool
+    completion_only_loss: bool
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> EncodingRules:
+        return cls(
+            config.max_length,
+            config.excess_length_strategy,
+            config.assistant_only_loss,
+            config.completion_only_loss,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One sequence. input_ids, labels: int32 [n], labels not shifted. num_cut: tokens that max_length took away."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    remarks: Remark = Remark.NONE
+    num_cut: int = 0
 
     @property
     def num_target_tokens(self) -> int:
         """Learned tokens. The first token of a sequence has nothing before it to be predicted from."""
-        return int((self.labels[1:] != IGNORED).sum())
+        return int(np.count_nonzero(self.labels[1:] != IGNORED))
 
 
-def encode_row(row: RawRow, codec: Codec, config: TrainConfig) -> Iterator[Sample]:
-    """The samples of a row: one, or the consecutive pieces of a document.
+def encode_row(row: RawRow, row_format: RowFormat, codec: Codec, rules: EncodingRules) -> Iterator[Encoded]:
+    """The samples of a row: one, or the consecutive pieces of a stretch of plain text.
 
-    Raises UnusableRow (see `formats.Reason`), BadInput as `parse_row` and `encode_chat` do, and BadInput for a row
+    Raises UnusableRow (see `rows.Reason`), BadInput as `parse_row` and `encode_chat` do, and BadInput for a row
     over max_length with excess_length_strategy: raise.
     """
-    content = parse_row(row, text_field=config.dataset_text_field)
+    content = parse_row(row, row_format)
+    if isinstance(content, Block):
+        yield from _pieces(content, codec, rules)
+        return
+    ids, labels = _ids_and_labels(content, codec, rules, row.where)
+    remarks = Remark.NONE if isinstance(content, Text | Tokens) else _remarks(ids, labels, codec, rules)
+    yield _fit(ids, labels, row, rules, remarks)
+
+
+def _ids_and_labels(content: Content, codec: Codec, rules: EncodingRules, where: str) -> tuple[np.ndarray, np.ndarray]:
     match content:
-        case Text(text, document=True):
-            ids = _with_end(codec.encode(text), codec)
-            for start in range(0, len(ids), config.max_length):
-                piece = ids[start : start + config.max_length]
-                if len(piece) > 1:  # a last piece of one token has nothing to predict
-                    yield _sample(piece, [True] * len(piece), row.where, frozenset())
-            return
+        case Instruction(chat, plain):
+            return _ids_and_labels(chat if codec.has_template else plain, codec, rules, where)
+        case Tokens(input_ids, labels):
+            return np.array(input_ids, np.int32), np.array(labels, np.int32)
         case Text(text):
-            ids = _with_end(codec.encode(text), codec)
-            learned = [True] * len(ids)
+            ids = np.array(_with_end(codec.encode(text), codec), np.int32)
+            return ids, ids
         case Completion():
-            ids, learned = _encode_completion(content, codec, config)
+            ids, start = _encode_completion(content, codec, rules)
+            labels = np.array(ids, np.int32)
+            labels[:start] = IGNORED
+            return np.array(ids, np.int32), labels
         case Chat():
-            encode = encode_chat if config.assistant_only_loss else encode_whole_chat
-            rendered = encode(content, codec, row.where)
-            ids, learned = rendered.ids, rendered.learned
-    remarks = set() if isinstance(content, Text) else _remarks(ids, learned, codec, config)
-    yield _fit(ids, learned, row, config, remarks)
+            encode = encode_chat if rules.assistant_only_loss else encode_whole_chat
+            rendered = encode(content, codec, where)
+            ids = np.array(rendered.ids, np.int32)
+            return ids, np.where(np.array(rendered.learned, bool), ids, np.int32(IGNORED))
+    raise AssertionError(content)
 
 
-def _encode_completion(row: Completion, codec: Codec, config: TrainConfig) -> tuple[list[int], list[bool]]:
-    """The boundary is where the ids of the whole first differ from those of the prompt alone, as at generation."""
+def _pieces(block: Block, codec: Codec, rules: EncodingRules) -> Iterator[Encoded]:
+    ids = codec.encode(block.text) if block.starts else codec.encode_bare(block.text)
+    if block.ends:
+        ids = _with_end(ids, codec)
+    elif block.starts:
+        ids = ids[: len(ids) - codec.num_added_behind]
+    flat = np.array(ids, np.int32)
+    for start in range(0, len(flat), rules.max_length):
+        piece = flat[start : start + rules.max_length]
+        if len(piece) > 1:  # a last piece of one token has nothing to predict
+            yield Encoded(piece, piece)
+
+
+def _encode_completion(row: Completion, codec: Codec, rules: EncodingRules) -> tuple[list[int], int]:
+    """Ids, and where the completion begins: where the ids of the whole first differ from those of the prompt alone, as
+    at generation."""
     ids = _with_end(codec.encode(row.prompt + row.completion), codec)
-    start = common_prefix(ids, codec.encode(row.prompt)) if config.completion_only_loss else 0
-    return ids, [i >= start for i in range(len(ids))]
+    return ids, common_prefix(ids, codec.encode(row.prompt)) if rules.completion_only_loss else 0
 
 
 def _with_end(ids: list[int], codec: Codec) -> list[int]:
@@ -86,36 +144,40 @@ def _with_end(ids: list[int], codec: Codec) -> list[int]:
     return [*ids, codec.end_ids[0]]
 
 
-def _remarks(ids: Sequence[int], learned: Sequence[bool], codec: Codec, config: TrainConfig) -> set[Remark]:
+def _remarks(ids: np.ndarray, labels: np.ndarray, codec: Codec, rules: EncodingRules) -> Remark:
     """What is unusual about a row of prompts and answers."""
-    remarks = set()
-    following = [*learned[1:], False]
-    lasts = [i for i, here, after in zip(ids, learned, following, strict=True) if here and not after]
-    if not all(token in codec.end_ids for token in lasts):
-        remarks.add(Remark.UNTERMINATED)
-    if all(learned) and config.assistant_only_loss and config.completion_only_loss:
-        remarks.add(Remark.UNMASKED)
+    remarks = Remark.NONE
+    learned = labels != IGNORED
+    lasts = ids[learned & ~np.append(learned[1:], False)]
+    if not np.isin(lasts, codec.end_ids).all():
+        remarks |= Remark.UNTERMINATED
+    if learned.all() and rules.assistant_only_loss and rules.completion_only_loss:
+        remarks |= Remark.UNMASKED
     return remarks
 
 
-def _fit(ids: list[int], learned: list[bool], row: RawRow, config: TrainConfig, remarks: set[Remark]) -> Sample:
-    over = len(ids) > config.max_length
-    if over and config.excess_length_strategy != "truncate":
-        found = f"{len(ids)} tokens, max_length is {config.max_length}"
-        if config.excess_length_strategy == "raise":
+def _fit(ids: np.ndarray, labels: np.ndarray, row: RawRow, rules: EncodingRules, remarks: Remark) -> Encoded:
+    num_cut = max(len(ids) - rules.max_length, 0)
+    if num_cut and rules.excess_length_strategy != "truncate":
+        found = f"{len(ids)} tokens, max_length is {rules.max_length}"
+        if rules.excess_length_strategy == "raise":
             raise BadInput(
                 f"{row.where}: {Reason.TOO_LONG}: {found}: raise max_length, or set excess_length_strategy to "
                 "truncate or drop"
             )
         raise UnusableRow(Reason.TOO_LONG, found)
-    ids, learned = ids[: config.max_length], learned[: config.max_length]
-    if not any(learned[1:]):
-        cut = f" after cutting to max_length {config.max_length}" if over else ""
-        raise UnusableRow(Reason.NO_TARGET, f"none of its {len(ids)} tokens is to be learned{cut}")
-    return _sample(ids, learned, row.where, frozenset(remarks | {Remark.TRUNCATED} if over else remarks))
+    encoded = Encoded(
+        ids[: rules.max_length],
+        labels[: rules.max_length],
+        remarks | Remark.TRUNCATED if num_cut else remarks,
+        num_cut,
+    )
+    if not encoded.num_target_tokens:
+        cut = f" after cutting to max_length {rules.max_length}" if num_cut else ""
+        raise UnusableRow(Reason.NO_TARGET, f"none of its {len(encoded.input_ids)} tokens is to be learned{cut}")
+    return encoded
 
 
-def _sample(ids: Sequence[int], learned: Sequence[bool], where: str, remarks: frozenset[Remark]) -> Sample:
-    input_ids = torch.tensor(ids, dtype=torch.int32)
-    labels = torch.where(torch.tensor(learned), input_ids, IGNORED)
-    return Sample(input_ids, labels, where, remarks)
+def describe(remarks: Remark) -> Sequence[str]:
+    """In the words of the report."""
+    return [text for remark, text in REMARKS.items() if remark in remarks]

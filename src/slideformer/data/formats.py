@@ -1,137 +1,137 @@
-"""Rows in local files: which layouts there are, what a usable row is, and where each row stands.
+"""The layouts a row may have, by the columns it has, and what a usable row of each is.
 
-A file that cannot be understood at all is a BadInput. A single row that cannot be used raises UnusableRow with a
-reason from `Reason`; whether that ends the run or is only counted is decided by whoever asked for the rows.
+Layouts are those that people's files have: OpenAI's messages, ShareGPT's conversations, Alpaca's instructions, prompt
+and completion, plain text, token ids. What they mean is one of the values of `rows`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from slideformer.data.rows import (
+    Block,
+    Chat,
+    Completion,
+    Content,
+    Instruction,
+    Message,
+    RawRow,
+    Reason,
+    Text,
+    Tokens,
+    UnusableRow,
+)
 from slideformer.errors import BadInput
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+SPEAKERS = {
+    **{role: role for role in ROLES},
+    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"},
+    **{"model": "assistant", "function_call": "assistant", "observation": "tool", "function_response": "tool"},
+}
+"""Who speaks in ShareGPT files, and the role that is."""
+
+NEEDED: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "tokens": ("input_ids",),
+    "text": ("text",),
+}
+"""Format -> the columns without which a row is not of it. Where several fit, the first is taken."""
+
 LAYOUTS = """{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}, \
-{"prompt": ..., "completion": ...} (both text or both lists of messages), or {"text": ...}"""
+{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}, \
+{"instruction": ..., "input": ..., "output": ...}, \
+{"prompt": ..., "completion": ...} (both text or both lists of messages), {"text": ...}, \
+or {"input_ids": [...], "labels": [...]}"""
 
-
-class Reason(StrEnum):
-    """Why a row is left out, in the words of the report."""
-
-    NO_ASSISTANT = "no assistant message"
-    EMPTY_ANSWER = "empty answer"
-    BAD_ROLE = "unknown role"
-    NOT_TEXT = "content is not text"
-    BAD_MESSAGES = "messages are not a list of {role, content}"
-    EMPTY_TEXT = "empty text"
-    TEMPLATE = "refused by the chat template"
-    TOO_LONG = "too long"
-    NO_TARGET = "no target tokens left"
-
-
-class UnusableRow(ValueError):
-    """One row that cannot be trained on. reason: what the report counts; the message adds what was found."""
-
-    def __init__(self, reason: Reason, found: str) -> None:
-        super().__init__(f"{reason}: {found}")
-        self.reason = reason
-
-
-Message = Mapping[str, object]  # as written in the file: templates read more than role and content
+# What models were first trained with on such rows: github.com/tatsu-lab/stanford_alpaca, README, "Data Release".
+ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+ALPACA_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """A piece of plain text. document: a whole file, to be cut into pieces instead of shortened."""
+class RowFormat:
+    """How the rows of one dataset are read. name: a key of `NEEDED`, or auto. columns: ours -> the file's."""
 
-    text: str
-    document: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A text and its continuation."""
-
-    prompt: str
-    completion: str
+    name: str = "auto"
+    text_field: str = "text"
+    columns: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation. answers_from: index of the first message that is an answer and not a prompt."""
-
-    messages: Sequence[Message]
-    answers_from: int = 0
-    tools: Sequence[object] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RawRow:
-    """One row as it stands in a file. number: its line, from 1. columns: the parsed object, or the whole of a .txt."""
-
-    path: Path
-    number: int
-    columns: Mapping[str, object] | str
-
-    @property
-    def where(self) -> str:
-        return f"{self.path}:{self.number}"
-
-
-def read_rows(path: Path) -> Iterator[RawRow]:
-    """The rows of a .jsonl file (empty lines skipped), or the one document of a .txt file.
-
-    Raises BadInput: no such file, a suffix that is not known, not UTF-8, a line that is not a JSON object.
-    """
-    if not path.is_file():
-        what = "is a folder: name its files one by one" if path.is_dir() else "does not exist"
-        raise BadInput(f"the data file {path} {what}")
-    if path.suffix not in (".jsonl", ".txt"):
-        raise BadInput(f"the data file {path} ends in {path.suffix or 'nothing'}; accepted are .jsonl and .txt")
-    try:
-        if path.suffix == ".txt":
-            yield RawRow(path, 1, path.read_text(encoding="utf-8"))
-            return
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield RawRow(path, number, _object(line.rstrip("\r\n"), f"{path}:{number}"))
-    except UnicodeDecodeError as error:
-        raise BadInput(f"the data file {path} is not UTF-8: {error}") from None
-
-
-def _object(line: str, where: str) -> Mapping[str, object]:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise BadInput(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
-    if not isinstance(value, dict):
-        raise BadInput(f"{where}: expected a JSON object in each line, found a {type(value).__name__}")
-    return value
-
-
-def parse_row(row: RawRow, *, text_field: str) -> Text | Completion | Chat:
-    """The content of a row, by the columns it has.
+def parse_row(row: RawRow, row_format: RowFormat) -> Content:
+    """The content of a row.
 
     Raises BadInput when no layout fits its columns, UnusableRow when a layout fits but the values do not.
     """
-    columns = row.columns
-    if isinstance(columns, str):
-        return Text(_text(columns, "the file"), document=True)
-    if text_field in columns and (text_field != "text" or not {"messages", "prompt"} & columns.keys()):
-        return Text(_text(columns[text_field], text_field))
-    if "messages" in columns:
-        return Chat(_messages(columns["messages"]), tools=_tools(columns))
-    if "prompt" in columns and "completion" in columns:
-        return _prompt_and_completion(columns)
-    raise BadInput(
-        f"{row.where}: no layout fits its columns ({', '.join(columns) or 'none'}): accepted are {LAYOUTS}"
-        + (f", with dataset_text_field: {text_field} in place of text" if text_field != "text" else "")
-        + "; dataset_text_field names another text column"
+    if isinstance(row.columns, Block):
+        _text(row.columns.text, "the file")
+        return row.columns
+    columns = _renamed(row.columns, row_format)
+    layout = _layout(columns, row, row_format)
+    match layout:
+        case "messages":
+            return Chat(_messages(_parsed(columns["messages"])), tools=_tools(columns))
+        case "sharegpt":
+            return Chat(_conversation(columns), tools=_tools(columns))
+        case "prompt_completion":
+            return _prompt_and_completion(columns)
+        case "alpaca":
+            return _instruction(columns)
+        case "tokens":
+            return _tokens(columns)
+        case _:
+            return Text(_text(columns["text"], row_format.text_field))
+
+
+def _renamed(columns: Mapping[str, object], row_format: RowFormat) -> Mapping[str, object]:
+    """The row under our names for its columns."""
+    names = dict(row_format.columns)
+    if row_format.text_field != "text":
+        names.setdefault("text", row_format.text_field)
+    if not names:
+        return columns
+    found = {ours: columns[theirs] for ours, theirs in names.items() if theirs in columns}
+    return {**{k: v for k, v in columns.items() if k not in names and k not in names.values()}, **found}
+
+
+def _layout(columns: Mapping[str, object], row: RawRow, row_format: RowFormat) -> str:
+    """The name of the layout that fits. A text column that was asked for by name wins over what else there is."""
+    asked = row_format.name
+    if asked == "auto" and row_format.text_field != "text" and "text" in columns:
+        asked = "text"
+    for name, needed in NEEDED.items():
+        if asked in ("auto", name) and all(column in columns for column in needed):
+            return name
+    found = ", ".join(map(str, row.columns)) or "none"
+    raise BadInput(f"{row.where}: {_mismatch(asked, found, row_format)}")
+
+
+def _mismatch(asked: str, found: str, row_format: RowFormat) -> str:
+    absent = [f"{ours}: {theirs}" for ours, theirs in row_format.columns.items()]
+    renamed = f", with columns: {{{', '.join(absent)}}}" if absent else ""
+    if row_format.text_field != "text":
+        renamed += f", with dataset_text_field: {row_format.text_field} in place of text"
+    if asked != "auto":
+        needed = " and ".join(NEEDED[asked])
+        return (
+            f"format is {asked}, which needs the columns {needed}{renamed}, but the row has {found}: set format or "
+            "columns of the dataset"
+        )
+    return (
+        f"no layout fits its columns ({found}): accepted are {LAYOUTS}{renamed}; dataset_text_field names another text "
+        "column, and columns of a dataset says what other columns are called, as in columns: {prompt: question}"
     )
 
 
@@ -143,37 +143,129 @@ def _text(value: object, name: str) -> str:
     return value
 
 
+def _parsed(value: object) -> object:
+    """Tables hold lists as JSON text."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            return value
+    return value
+
+
 def _messages(value: object) -> Sequence[Message]:
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
-        raise UnusableRow(Reason.BAD_MESSAGES, f"found {json.dumps(value)[:80]}")
-    for index, message in enumerate(value):
+        raise UnusableRow(Reason.BAD_MESSAGES, f"found {json.dumps(value, default=str)[:80]}")
+    messages = [_without_nulls(message) for message in value]
+    for index, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
             raise UnusableRow(Reason.BAD_ROLE, f"messages[{index}] has role {role!r}, allowed are {', '.join(ROLES)}")
         calls = role == "assistant" and bool(message.get("tool_calls"))
         if not isinstance(content, str) and not (content is None and calls):
             raise UnusableRow(Reason.NOT_TEXT, f"messages[{index}].content is a {type(content).__name__}")
-        if role == "assistant" and not calls and not content.strip():
+        if role == "assistant" and not calls and not str(content).strip():
             raise UnusableRow(Reason.EMPTY_ANSWER, f"messages[{index}] says nothing")
-    if not any(message["role"] == "assistant" for message in value):
-        raise UnusableRow(Reason.NO_ASSISTANT, f"found roles {', '.join(m['role'] for m in value)}")
-    return value
+    if not any(message["role"] == "assistant" for message in messages):
+        raise UnusableRow(Reason.NO_ASSISTANT, f"found roles {', '.join(str(m['role']) for m in messages)}")
+    return messages
+
+
+def _without_nulls(message: Message) -> Message:
+    """Tables give every message every key that any has; templates ask whether a key is there."""
+    return {key: value for key, value in message.items() if value is not None or key in ("role", "content")}
 
 
 def _tools(columns: Mapping[str, object]) -> Sequence[object] | None:
-    tools = columns.get("tools")
-    if tools is not None and not isinstance(tools, list):
-        raise UnusableRow(Reason.BAD_MESSAGES, f"tools is a {type(tools).__name__}, not a list")
-    return tools
+    """As OpenAI writes them: a bare function is put into {"type": "function", "function": ...}."""
+    tools = _parsed(columns.get("tools"))
+    if tools is None or tools == "" or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UnusableRow(Reason.BAD_TOOLS, f"tools is a {type(tools).__name__}")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def _conversation(columns: Mapping[str, object]) -> Sequence[Message]:
+    turns = _parsed(columns["conversations"])
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise UnusableRow(Reason.BAD_MESSAGES, f"found {json.dumps(turns, default=str)[:80]}")
+    messages = [_turn(index, turn) if "from" in turn else turn for index, turn in enumerate(turns)]
+    return _messages([*_system(columns), *messages])
+
+
+def _turn(index: int, turn: Message) -> Message:
+    speaker, value = turn["from"], turn.get("value")
+    role = SPEAKERS.get(str(speaker))
+    if role is None:
+        known = ", ".join(SPEAKERS)
+        raise UnusableRow(Reason.BAD_ROLE, f"conversations[{index}] is from {speaker!r}, allowed are {known}")
+    if speaker != "function_call":
+        return {"role": role, "content": value}
+    call = _parsed(value)
+    calls = call if isinstance(call, list) else [call]
+    if not all(isinstance(one, dict) and "name" in one for one in calls):
+        raise UnusableRow(Reason.BAD_MESSAGES, f"conversations[{index}] is a function_call without a name")
+    return {"role": role, "content": "", "tool_calls": [{"type": "function", "function": one} for one in calls]}
+
+
+def _system(columns: Mapping[str, object]) -> list[Message]:
+    system = columns.get("system")
+    return [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
 
 
 def _prompt_and_completion(columns: Mapping[str, object]) -> Completion | Chat:
-    prompt, completion = columns["prompt"], columns["completion"]
+    prompt, completion = _parsed(columns["prompt"]), _parsed(columns["completion"])
     if isinstance(prompt, list) and isinstance(completion, list):
-        return Chat(_messages([*prompt, *completion]), answers_from=len(prompt), tools=_tools(columns))
-    for name, value in (("prompt", prompt), ("completion", completion)):
+        system = _system(columns)
+        messages = _messages([*system, *prompt, *completion])
+        return Chat(messages, answers_from=len(system) + len(prompt), tools=_tools(columns))
+    return _completion(columns["prompt"], columns["completion"], "prompt", "completion")
+
+
+def _completion(prompt: object, completion: object, *names: str) -> Completion:
+    for name, value in zip(names, (prompt, completion), strict=True):
         if not isinstance(value, str):
             raise UnusableRow(Reason.NOT_TEXT, f"{name} is a {type(value).__name__}")
+    assert isinstance(prompt, str) and isinstance(completion, str)
     if not completion.strip():
-        raise UnusableRow(Reason.EMPTY_ANSWER, "completion is empty")
+        raise UnusableRow(Reason.EMPTY_ANSWER, f"{names[1]} is empty")
     return Completion(prompt, completion)
+
+
+def _instruction(columns: Mapping[str, object]) -> Instruction:
+    asked = _completion(columns["instruction"], columns["output"], "instruction", "output")
+    further = columns.get("input")
+    if further is not None and not isinstance(further, str):
+        raise UnusableRow(Reason.NOT_TEXT, f"input is a {type(further).__name__}")
+    instruction = asked.prompt
+    has_input = bool(further and further.strip())
+    form = ALPACA_WITH_INPUT if has_input else ALPACA_WITHOUT_INPUT
+    plain = Completion(form.format(instruction=instruction, input=further), asked.completion)
+    said = [message for turn in _history(columns) for message in turn]
+    question = {"role": "user", "content": f"{instruction}\n{further}" if has_input else instruction}
+    messages = [*_system(columns), *said, question, {"role": "assistant", "content": asked.completion}]
+    return Instruction(Chat(_messages(messages), tools=_tools(columns)), plain)
+
+
+def _history(columns: Mapping[str, object]) -> list[tuple[Message, Message]]:
+    """Earlier turns of an Alpaca row: [[asked, answered], ...]."""
+    turns = _parsed(columns.get("history")) or []
+    if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+        raise UnusableRow(Reason.BAD_MESSAGES, "history is not a list of [question, answer]")
+    return [({"role": "user", "content": a}, {"role": "assistant", "content": b}) for a, b in turns]
+
+
+def _tokens(columns: Mapping[str, object]) -> Tokens:
+    ids, labels = _parsed(columns["input_ids"]), _parsed(columns.get("labels"))
+    labels = ids if labels is None else labels
+    for name, values, lowest in (("input_ids", ids, 0), ("labels", labels, -100)):
+        if not isinstance(values, list) or not all(type(value) is int and value >= lowest for value in values):
+            raise UnusableRow(Reason.BAD_TOKENS, f"{name} is not a list of integers from {lowest}")
+    if len(ids) != len(labels):
+        raise UnusableRow(Reason.BAD_TOKENS, f"there are {len(ids)} input_ids and {len(labels)} labels")
+    if any(-100 < label < 0 for label in labels):
+        raise UnusableRow(
+            Reason.BAD_TOKENS, f"the label {min(x for x in labels if x > -100)} is neither -100 nor an id"
+        )
+    return Tokens(ids, labels)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -15,11 +17,15 @@ from slideformer.errors import BadInput
 
 @dataclass(frozen=True)
 class Codec:
-    """name: what messages call it. end_ids: tokens at which generation stops, eos first."""
+    """name: what messages call it. end_ids: tokens at which generation stops, eos first.
+
+    template_kwargs: further variables for the chat template.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     name: str
     end_ids: tuple[int, ...]
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def pad_id(self) -> int:
@@ -29,24 +35,63 @@ class Codec:
                 return token
         return 0
 
+    @property
+    def has_template(self) -> bool:
+        return self.tokenizer.chat_template is not None
+
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
         """The text of every special token, longest first."""
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         return tuple(sorted({*added, *self.tokenizer.all_special_tokens}, key=len, reverse=True))
 
+    @cached_property
+    def num_added_behind(self) -> int:
+        """Special tokens that the tokenizer puts behind a text by itself."""
+        bare, whole = self.encode_bare("a"), self.encode("a")
+        places = range(len(whole) - len(bare) + 1)
+        start = next((i for i in places if whole[i : i + len(bare)] == bare), 0)
+        return len(whole) - len(bare) - start
+
     def encode(self, text: str) -> list[int]:
         """Ids of raw text, with the special tokens that the tokenizer adds by itself."""
-        return self.tokenizer(text)["input_ids"]
+        return self.tokenizer(text, verbose=False)["input_ids"]
+
+    def encode_bare(self, text: str) -> list[int]:
+        """Ids of text that has its special tokens in it, or is to have none."""
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def identity(self) -> str:
+        """A digest of all that decides which ids a text and a conversation have."""
+        facts = {
+            "backend": self.tokenizer.backend_tokenizer.to_str(),
+            "template": self.tokenizer.chat_template,
+            "template_kwargs": dict(self.template_kwargs),
+            "special": self.tokenizer.special_tokens_map,
+            "class": type(self.tokenizer).__name__,
+            "end_ids": self.end_ids,
+        }
+        return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def codec_of(config: TrainConfig) -> Codec:
-    """The tokenizer of the config's model. Raises as `load_tokenizer` does."""
-    return load_tokenizer(config.model_name_or_path)
+    """The tokenizer of the config's model, with the config's chat template. Raises as `load_tokenizer` does."""
+    template = None if config.chat_template is None else Path(config.chat_template)
+    return load_tokenizer(
+        config.model_name_or_path, chat_template=template, template_kwargs=config.chat_template_kwargs
+    )
 
 
-def load_tokenizer(folder: Path | str) -> Codec:
-    """The tokenizer of a model folder. Raises BadInput: no folder, no tokenizer in it, one without offsets."""
+def load_tokenizer(
+    folder: Path | str,
+    *,
+    chat_template: Path | None = None,
+    template_kwargs: Mapping[str, object] | None = None,
+) -> Codec:
+    """The tokenizer of a model folder. chat_template: a jinja file to use in place of its own.
+
+    Raises BadInput: no folder, no tokenizer in it, one without offsets, no such template or one that is no jinja.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise BadInput(
@@ -59,7 +104,18 @@ def load_tokenizer(folder: Path | str) -> Codec:
         raise BadInput(f"no tokenizer can be loaded from {folder}: {_first_line(error)}") from error
     if not tokenizer.is_fast:
         raise BadInput(f"the tokenizer in {folder} has no tokenizer.json, which is needed to know what to train on")
-    return Codec(tokenizer, str(folder), _end_ids(tokenizer, folder))
+    if chat_template is not None:
+        tokenizer.chat_template = _read_template(chat_template)
+    return Codec(tokenizer, str(folder), _end_ids(tokenizer, folder), dict(template_kwargs or {}))
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"chat_template: {path} cannot be read ({error.strerror}): give a jinja file") from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"chat_template: {path} is not UTF-8: {error}") from None
 
 
 def _end_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ from pydantic import JsonValue
 
 from slideformer.config import TrainConfig
 from slideformer.data import Batches
-from slideformer.data.batches import Source
 from slideformer.layout import Layout
 from slideformer.model.decoder import Decoder
 from slideformer.train.record import versions
@@ -31,16 +30,15 @@ def maths(config: TrainConfig, batches: Batches, decoder: Decoder, num_steps: in
     found = model(decoder)
     found["trained parameters (freeze)"] = _trained(decoder.layout)
     found["precision (bf16)"] = str(decoder.dtype).removeprefix("torch.")
-    for index, source in enumerate(batches.sources):
-        found[f"dataset[{index}]"] = _rows(source)
-    found["datasets"] = len(batches.sources)
-    found["data_seed"] = batches.seed
+    found |= batches.identity()
     found[ROWS_A_STEP] = batches.rows_per_step
     for name in ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"):
         found[name] = getattr(config, name)
     constant = config.lr_scheduler_type.startswith("constant")
     found["lr_scheduler_type"] = "constant" if constant else config.lr_scheduler_type
     found["steps of warm-up"] = num_warmup_steps(config, num_steps)
+    if config.lr_scheduler_kwargs:
+        found["lr_scheduler_kwargs"] = dict(config.lr_scheduler_kwargs)
     if not constant:  # else a run may be made longer
         found["steps of the run (max_steps, num_train_epochs)"] = num_steps
         found["min_lr_ratio"] = config.min_lr_ratio
@@ -89,16 +87,6 @@ def _trained(layout: Layout) -> str:
     params = [p for unit in layout.units for p in unit.params if p.trainable]
     text = json.dumps(sorted((p.name, p.shape, p.decay) for p in params))
     return f"{layout.train_numel} in {len(params)} tensors ({_digest(text.encode())})"
-
-
-def _rows(source: Source) -> str:
-    """What is learned, wherever the file lies: number, weight and content of the samples in their order."""
-    total = hashlib.blake2b(digest_size=8)
-    for sample in source.samples:
-        total.update(len(sample).to_bytes(8, "little"))
-        total.update(sample.input_ids.contiguous().numpy())
-        total.update(sample.labels.contiguous().numpy())
-    return f"{len(source.samples)} samples of weight {source.weight:g} ({total.hexdigest()})"
 
 
 def _digest(content: bytes) -> str:
