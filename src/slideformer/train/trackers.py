@@ -21,6 +21,7 @@ from pydantic import JsonValue
 from slideformer.config import TrackerName, TrainConfig
 from slideformer.errors import BadInput
 from slideformer.train.metrics import Metrics
+from slideformer.train.redact import redacted
 
 QUEUE_LINES = 1000  # some minutes of a tracker that does not answer, at several steps a second
 END_S = 30.0  # how long the end of a run waits for what is still queued
@@ -119,7 +120,8 @@ class Trackers:
     def __init__(self, config: TrainConfig, warn: Callable[[str], None], *, first_step: int = 1) -> None:
         """warn: called in the caller's thread, once for each tracker that fails."""
         folder = Path(config.output_dir)
-        settings = config.model_dump(mode="json")
+        settings = redacted(config.model_dump(mode="json"))
+        assert isinstance(settings, dict)
         name = config.run_name or folder.name
         self._warn = warn
         self._workers = [
