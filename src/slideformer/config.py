@@ -253,7 +253,8 @@ class TrainConfig(BaseModel):
 
     def _rules(self) -> list[tuple[bool, str]]:
         """Every rule between fields, as (is it broken, what to say)."""
-        has_eval = bool(self.eval_dataset) or self.val_size > 0
+        in_python = not self.dataset  # rows, and more of them to evaluate on, are given beside the config
+        has_eval = bool(self.eval_dataset) or self.val_size > 0 or in_python
         return [
             *data_rules(
                 streaming=self.streaming,
