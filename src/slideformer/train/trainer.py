@@ -221,6 +221,8 @@ class Trainer:
         evaluation = evaluation_sets(dataset, config, codec)
         if config.eval_strategy != "no" and not evaluation:
             raise BadInput(f"eval_strategy is {config.eval_strategy}, but there is no eval_dataset: give one")
+        if config.eval_on_start and not evaluation:
+            raise BadInput("eval_on_start is true, but there is no eval_dataset: give one")
         rule = rule_of(config, list(evaluation))
         steps = num_steps(config, batches)
         schedule = Schedule(config, steps)
@@ -286,7 +288,8 @@ class Trainer:
         if self._inputs.folder is not None:
             save(self._engine, self._inputs.folder, target, dtype)
         else:
-            save_model(target, self._engine.decoder, self._engine.read, dtype=dtype)
+            generation = getattr(self._inputs.module, "generation_config", None)
+            save_model(target, self._engine.decoder, self._engine.read, dtype=dtype, generation_config=generation)
         if self._inputs.tokenizer is not None:
             self._inputs.tokenizer.save_pretrained(str(target))
 
