@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "native": {"errors", "optim"},
     "data": {"errors", "config"},
     "schedule": {"layout"},
-    "memory": {"errors", "layout", "device", "native", "schedule"},  # it makes the buffers that plans name
+    "memory": {"errors", "layout", "device", "native", "optim", "schedule"},  # it makes the buffers that plans name
     "model": {"errors", "layout", "kernels"},
     "engine": LOWEST | {"schedule", "memory", "model"},
     "train": LOWEST | {"schedule", "memory", "model", "engine"},

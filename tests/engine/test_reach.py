@@ -33,11 +33,15 @@ SETTINGS = {
     "eager, tied, positions": (dict(family="gpt2", tied=True, dtype=torch.bfloat16), {**EAGER, **SPILLING}),
     "eager, untied": (dict(family="llama", tied=False, dtype=torch.float32), EAGER),
     "ahead": (dict(family="llama", tied=True, dtype=torch.bfloat16), {**AHEAD, **SPILLING}),
+    "resident": (
+        dict(family="llama", tied=True, dtype=torch.bfloat16),
+        {**EAGER, **SPILLING, "resident": (0, 1, 3, 5), "keep": (1,)},
+    ),
 }
 OPTIONAL = {
     (OpKind.GATHER, "residual"), (OpKind.UPLOAD, "residual"), (OpKind.EMBED, "glue"),
     (OpKind.HEAD, "output_grad"), (OpKind.HEAD, "final_grad"), (OpKind.HEAD, "hidden_grad"),
-    (OpKind.BACKWARD, "grad"),
+    (OpKind.BACKWARD, "grad"), (OpKind.BACKWARD_KEPT, "grad"), (OpKind.UPDATE_RESIDENT_TABLE, "grad"),
     (OpKind.EMBED_BACKWARD, "glue"), (OpKind.EMBED_BACKWARD, "row_grad"), (OpKind.EMBED_BACKWARD, "glue_grad"),
     (OpKind.REDUCE, "sum"), (OpKind.REDUCE_OUTPUT, "sum"), (OpKind.REDUCE_ROWS, "sum"),
     (OpKind.REDUCE_OUTPUT, "row_grad"), (OpKind.REDUCE_OUTPUT, "batch"),

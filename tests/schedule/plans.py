@@ -88,7 +88,9 @@ def cases(draw: st.DrawFn, *, max_blocks: int = 5, training: bool | None = None)
     )
     update = draw(st.sampled_from(list(Update)))
     units = range(len(layout.units))
-    ahead = draw(st.sets(st.sampled_from(units))) if update is Update.DEFERRED else set()
+    resident = draw(st.one_of(st.just(set()), st.sets(st.sampled_from(units)), st.just(set(units))))
+    keep = draw(st.sets(st.sampled_from(sorted(resident)))) if resident else set()
+    ahead = draw(st.sets(st.sampled_from(units))) - resident if update is Update.DEFERRED else set()
     options = StepOptions(
         window=draw(st.integers(1, 4)),
         grad_slots=draw(st.integers(1, 3)),
@@ -99,6 +101,8 @@ def cases(draw: st.DrawFn, *, max_blocks: int = 5, training: bool | None = None)
         update=update,
         fp32_compute=draw(st.booleans()),
         ahead=tuple(sorted(ahead)),
+        resident=tuple(sorted(resident)),
+        keep=tuple(sorted(keep & set(layout.blocks))),
     )
     trains = draw(st.booleans()) if training is None else training
     trains = trains and layout.train_numel > 0
@@ -115,7 +119,13 @@ def examples() -> dict[str, Case]:
     spilling32 = replace(spilling, fp32_compute=True, update=Update.DEFERRED, hidden_pool=1)
     ahead = StepOptions(update=Update.DEFERRED, ahead=(0, 2, 3))
     ahead_untied = replace(spilling32, ahead=(0, 2, 4))
+    some = StepOptions(window=1, micro_batches=2, hidden_ring=2, resident=(0, 3), keep=(3,))
+    every = replace(spilling32, resident=(0, 1, 2, 3, 4), keep=(1, 2))
+    ends = StepOptions(update=Update.DEFERRED, resident=(1, 4, 5), ahead=(0, 2), keep=(4,))
     return {
+        "tied, table and one block resident": Case(tied, some, build_step(tied, some)),
+        "untied, all resident, deferred fp32": Case(untied, every, build_step(untied, every)),
+        "tied, glue, final and one block resident, ahead": Case(tied, ends, build_step(tied, ends)),
         "tied ahead": Case(tied, ahead, build_step(tied, ahead)),
         "untied ahead spilling fp32": Case(untied, ahead_untied, build_step(untied, ahead_untied)),
         "tied eager": Case(tied, eager, build_step(tied, eager)),
@@ -237,12 +247,15 @@ class Interpreter:
         self.order.append((run, index))
 
     def _found(self, buffer: Buffer) -> object:
-        if buffer.place in ("weight", "residual", "moments"):
+        if buffer.place in ("weight", "residual", "moments", "home"):
             return self.holds.get(buffer, (str(buffer.place), *buffer.index, 0))
         return self.holds.get(buffer)
 
     def _meaning(self, buffer: Buffer, content: tuple[str | int, ...], run: int) -> object:
         """State counts the updates since the start; all else belongs to its run."""
+        if buffer.place == "home":
+            name, unit, version = content
+            return (name, unit, (run if self.plan.trains and self.case.layout.units[unit].train_numel else 0) + version)
         if buffer.place not in ("weight", "residual", "moments"):
             return (run, content)
         name, unit, tile, version = content

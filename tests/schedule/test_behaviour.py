@@ -29,6 +29,7 @@ from slideformer.schedule import (
     simulate,
 )
 
+RESIDENT_UPDATES = (OpKind.UPDATE_RESIDENT, OpKind.UPDATE_RESIDENT_TABLE)
 UPDATES = (OpKind.UPDATE, OpKind.UPDATE_REST, OpKind.UPDATE_ROWS, OpKind.SETTLE, OpKind.SETTLE_ROWS)
 
 
@@ -65,11 +66,13 @@ def test_weights_cross_the_link_once_a_pass_however_many_micro_batches(case: Cas
     counts = uploads(case.plan, case.layout)
     one = build_step(case.layout, replace(case.options, micro_batches=1))
     assert counts == uploads(one, case.layout)
-    tiles = {(b, t.index) for b in case.layout.blocks for t in case.layout.tiles(b)}
+    streamed = [b for b in case.layout.blocks if b not in case.options.resident]
+    tiles = {(b, t.index) for b in streamed for t in case.layout.tiles(b)}
     assert set(counts) == tiles and set(counts.values()) <= {1, 2}
-    last = case.layout.blocks[-case.options.window :]
+    last = streamed[-case.options.window :]
     assert all(counts[tile] == 1 for tile in tiles if tile[0] in last), "the last blocks are there from the walk up"
     others = [u for u in range(len(case.layout.units)) if u not in case.layout.blocks and (u or case.layout.tied)]
+    others = [u for u in others if u not in case.options.resident]
     dense = Counter((op.unit, op.tile) for op in case.plan.ops if op.kind is OpKind.UPLOAD) - counts
     assert dense == Counter((u, t.index) for u in others for t in case.layout.tiles(u))
 
@@ -112,12 +115,40 @@ def test_every_trained_tile_is_updated_exactly_once_and_no_frozen_one(case: Case
     updates = Counter(
         (op.unit, op.tile) for op in case.plan.ops if op.kind in UPDATES and op.kind is not OpKind.UPDATE_ROWS
     )
-    units = range(len(case.layout.units))
-    assert updates == Counter((u, t.index) for u in units for t in case.layout.tiles(u, trained=True))
+    units, resident = range(len(case.layout.units)), case.options.resident
+    streamed = [u for u in units if u not in resident]
+    assert updates == Counter((u, t.index) for u in streamed for t in case.layout.tiles(u, trained=True))
     rows = [op.tile for op in case.plan.ops if op.kind in (OpKind.UPDATE_ROWS, OpKind.SETTLE_ROWS)]
-    assert rows == [t.index for t in case.layout.tiles(0, trained=True)]
+    assert rows == [t.index for t in case.layout.tiles(0, trained=True) if 0 not in resident]
+    whole = Counter(op.unit for op in case.plan.ops if op.kind in RESIDENT_UPDATES)
+    assert whole == Counter(u for u in resident if case.layout.units[u].train_numel)
     moved = {op.unit for op in case.plan.ops if op.lane is LaneName.DOWNLOAD and op.unit >= 0}
     assert moved == {u for u in units if case.layout.units[u].train_numel}
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_of_a_resident_unit_only_norms_leave_the_device(case: Case):
+    for op in case.plan.ops:
+        if op.unit in case.options.resident and op.kind is not OpKind.REPORT:
+            assert op.lane in (LaneName.COMPUTE, LaneName.SPILL, LaneName.FETCH)
+            owned = {a.buffer.place for a in op.accesses if a.buffer.index[:1] == (op.unit,)}
+            assert not owned & {Place.DENSE, Place.WEIGHT, Place.RESIDUAL, Place.MOMENTS}
+
+
+@given(cases(training=True))
+@settings(max_examples=60, deadline=None)
+def test_a_block_that_keeps_its_graph_is_not_run_again_and_its_input_is_not_saved(case: Case):
+    kinds = Counter((op.unit, op.kind) for op in case.plan.ops)
+    downward = {op.unit for op in case.plan.ops if op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_KEPT)}
+    for block, unit in enumerate(case.layout.blocks):
+        kept = case.plan.trains and unit in case.options.keep and unit in downward
+        count = case.options.micro_batches
+        assert kinds[unit, OpKind.FORWARD_KEEP] == kinds[unit, OpKind.BACKWARD_KEPT] == kept * count
+        if kept:
+            inputs = {("x", block, m) for m in range(count)}
+            readers = [op for op in case.plan.ops for a in op.accesses if a.needs in inputs and a.role == "input"]
+            assert [op.kind for op in readers] == [OpKind.FORWARD_KEEP] * count
 
 
 @given(cases(), st.integers(1, 4))

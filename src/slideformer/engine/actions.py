@@ -7,6 +7,7 @@ the run's feed; parameters are views into slots, by offset.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -14,12 +15,26 @@ from slideformer.engine.reach import Reach
 from slideformer.engine.run import Run
 from slideformer.kernels.linear_cross_entropy import Softmax, loss_and_grads, loss_only
 from slideformer.layout import UnitKind
+from slideformer.memory import Cell
 from slideformer.model.decoder import Call, Decoder
 from slideformer.native import HostKernels
 from slideformer.optim import join
 from slideformer.schedule import Op, OpKind
 
 Action = Callable[[Reach, Run, Op], None]
+
+
+class Kept(NamedTuple):
+    """Input and output of a block that ran under grad: the ends of its graph."""
+
+    x: torch.Tensor
+    out: torch.Tensor
+
+
+def _taken(cell: Cell) -> Kept:
+    kept, cell.value = cell.value, None
+    assert isinstance(kept, Kept)
+    return kept
 
 
 class DeviceActions:
@@ -35,15 +50,18 @@ class DeviceActions:
     def table(self) -> dict[OpKind, Action]:
         return {
             OpKind.LOAD: self.load,
+            OpKind.PICK_ROWS: self.pick_rows,
             OpKind.UPLOAD_ROWS: self.upload_rows,
             OpKind.UPLOAD: self.upload,
             OpKind.EMBED: self.embed,
             OpKind.FORWARD: self.forward,
+            OpKind.FORWARD_KEEP: self.forward_keep,
             OpKind.SPILL: self.copy,
             OpKind.FETCH: self.copy,
             OpKind.HEAD: self.head,
             OpKind.HEAD_LOSS: self.head_loss,
             OpKind.BACKWARD: self.backward,
+            OpKind.BACKWARD_KEPT: self.backward_kept,
             OpKind.EMBED_BACKWARD: self.embed_backward,
             OpKind.REDUCE: self.reduce,
             OpKind.REDUCE_OUTPUT: self.reduce_output,
@@ -87,6 +105,11 @@ class DeviceActions:
 
     # the walk up
 
+    def pick_rows(self, reach: Reach, run: Run, op: Op) -> None:
+        rows, width = run.feed.row_slice.of(reach["batch"]), self.decoder.hidden_size
+        out = reach["target"][: rows.numel() * width].view(-1, width)
+        torch.index_select(reach["table"].view(-1, width), 0, rows, out=out)
+
     @torch.no_grad()
     def embed(self, reach: Reach, run: Run, op: Op) -> None:
         hidden, call = self._embed(reach, run, op, requires_grad=False)[:2]
@@ -99,6 +122,16 @@ class DeviceActions:
         x = self._hidden(reach["input"], run, op)
         out = self.decoder.forward(op.unit, params, x, reach.cell("call").value)
         self._hidden(reach["hidden"], run, op).copy_(out)
+
+    @torch.no_grad()
+    def forward_keep(self, reach: Reach, run: Run, op: Op) -> None:
+        """As forward, and the graph stays for backward, with its input copied: the place of that is soon another's."""
+        params = self._params(op.unit, reach["weights"], requires_grad=True)
+        x = self._hidden(reach["input"], run, op).clone().requires_grad_()
+        with torch.enable_grad():
+            out = self.decoder.forward(op.unit, params, x, reach.cell("call").value)
+        self._hidden(reach["hidden"], run, op).copy_(out)
+        reach.cell("graph").value = Kept(x, out)
 
     # the turn
 
@@ -151,14 +184,28 @@ class DeviceActions:
 
     @torch.no_grad()
     def backward(self, reach: Reach, run: Run, op: Op) -> None:
+        params = self._params(op.unit, reach["weights"], requires_grad="grad" in reach)
+
+        def rerun() -> Kept:
+            x = self._hidden(reach["input"], run, op).detach().requires_grad_(reach.writes("hidden_grad"))
+            with torch.enable_grad():
+                return Kept(x, self.decoder.rerun(op.unit, params, x, reach.cell("call").value))
+
+        self._backward(reach, run, op, params, rerun)
+
+    @torch.no_grad()
+    def backward_kept(self, reach: Reach, run: Run, op: Op) -> None:
+        params = self._params(op.unit, reach["weights"], requires_grad=True)
+        self._backward(reach, run, op, params, lambda: _taken(reach.cell("graph")))
+
+    def _backward(
+        self, reach: Reach, run: Run, op: Op, params: dict[str, torch.Tensor], graph: Callable[[], Kept]
+    ) -> None:
         trains, wants_input = "grad" in reach, reach.writes("hidden_grad")
-        params = self._params(op.unit, reach["weights"], requires_grad=trains)
-        x = self._hidden(reach["input"], run, op).detach().requires_grad_(wants_input)
         d = self._hidden(reach["hidden_grad"], run, op)
-        with torch.enable_grad():
-            out = self.decoder.rerun(op.unit, params, x, reach.cell("call").value)
-        trained = {n: p for n, p in params.items() if p.requires_grad}
-        grads = self._grads(out, [*trained.values(), *([x] if wants_input else [])], d)
+        kept = graph()
+        trained = {n: p for n, p in params.items() if p.requires_grad} if trains else {}
+        grads = self._grads(kept.out, [*trained.values(), *([kept.x] if wants_input else [])], d)
         if wants_input:
             d.copy_(grads.pop())
         if trains:

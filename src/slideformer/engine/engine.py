@@ -21,6 +21,7 @@ from slideformer.engine.feed import Feed, build_feed
 from slideformer.engine.fit import plans_of, require_fit, saved_that_fit
 from slideformer.engine.host_actions import HostActions
 from slideformer.engine.options import EngineOptions
+from slideformer.engine.resident import ResidentUpdates
 from slideformer.engine.run import Run, StepResult
 from slideformer.errors import BadInput, RunFailed
 from slideformer.layout import UnitKind
@@ -68,6 +69,7 @@ class Engine:
                 self.kernels,
                 keep_residual=decoder.dtype is torch.float32,
                 ahead=self.step_options.ahead,
+                resident=self.step_options.resident,
             )
             plans = plans_of(self.layout, options, decoder.dtype)
             buffers = allocate(plans, self.layout, self._shape, self.state, device)
@@ -76,7 +78,8 @@ class Engine:
                 self.kernels.close()
             raise
         self._host = HostActions(self.layout, options, self.kernels)
-        actions = {**DeviceActions(decoder, self.kernels).table(), **self._host.table()}
+        device_actions = {**DeviceActions(decoder, self.kernels).table(), **ResidentUpdates(self.layout).table()}
+        actions = {**device_actions, **self._host.table()}
         self.executor = Executor(device, buffers, actions)
 
     def _saved(self) -> int | None:

@@ -167,8 +167,13 @@ class Executor:
 
 
 def _updated(plan: Plan, run: Run) -> bool:
-    updates = (m.completed for op, m in zip(plan.ops, run.marks, strict=False) if op.lane is LaneName.UPDATE)
+    updates = (m.completed for op, m in zip(plan.ops, run.marks, strict=False) if _decides(op))
     return len(run.marks) == len(plan.ops) and all(updates)
+
+
+def _decides(op: Op) -> bool:
+    """Writes state, or has the last word about the run."""
+    return op.lane is LaneName.UPDATE or op.kind in (OpKind.UPDATE_RESIDENT, OpKind.UPDATE_RESIDENT_TABLE)
 
 
 def _nothing() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from slideformer.engine.options import EngineOptions
 from slideformer.engine.reach import Reach
-from slideformer.engine.run import NonFinite, Run
+from slideformer.engine.run import CANNOT_BE_TAKEN_BACK, NonFinite, Run
 from slideformer.engine.updates import Updates
 from slideformer.layout import Layout
 from slideformer.native import HostKernels
@@ -85,6 +85,8 @@ class HostActions:
 
     def total(self, reach: Reach, run: Run, op: Op) -> None:
         run.grad_norm = _total_norm(reach)
+        if not math.isfinite(run.grad_norm):  # a resident unit's: updates on the host have looked at their own
+            raise NonFinite(CANNOT_BE_TAKEN_BACK)
 
     def result(self, reach: Reach, run: Run, op: Op) -> None:
         run.loss = float(reach["loss"])

@@ -25,7 +25,8 @@ class EngineOptions:
     max_gpu_memory, max_host_memory: bytes that the engine may allocate there; None is what the machine has.
     ignore_memory_limits: warn and go on where a limit will be exceeded. ahead: units (indices into the layout) that the
     deferred update writes ahead of the verdict, into a second copy of their state; "auto": on CUDA those that would
-    hold up the next forward, as far as host memory is spare.
+    hold up the next forward, as far as host memory is spare. resident: units whose state is on the device, which are
+    updated there; keep: blocks among them that are not run again in backward.
     """
 
     micro_batch_size: int = 1
@@ -48,6 +49,8 @@ class EngineOptions:
     max_host_memory: int | None = None
     ignore_memory_limits: bool = False
     ahead: tuple[int, ...] | Literal["auto"] = "auto"
+    resident: tuple[int, ...] = ()
+    keep: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "max_length", "micro_batches", "window", "grad_slots", "ring"):
@@ -79,7 +82,7 @@ class EngineOptions:
 
     def most_saved(self, layout: Layout) -> int:
         """Hidden states of a step that are worth a place on the device: every block's inputs, and a gradient each."""
-        return (len(layout.blocks) + 1) * self.micro_batches
+        return (len(layout.blocks) - len(set(self.keep) & set(layout.blocks)) + 1) * self.micro_batches
 
     def step_options(self, layout: Layout, dtype: torch.dtype) -> StepOptions:
         num_blocks = len(layout.blocks)
@@ -95,5 +98,7 @@ class EngineOptions:
             hidden_ring=self.hidden_ring,
             update=Update(self.update),
             fp32_compute=dtype is torch.float32,
-            ahead=tuple(u for u in ahead if layout.units[u].train_numel),
+            ahead=tuple(u for u in ahead if layout.units[u].train_numel and u not in self.resident),
+            resident=self.resident,
+            keep=self.keep,
         )

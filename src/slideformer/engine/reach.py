@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from slideformer.memory import Cell, Moments, Twin
+from slideformer.memory import Cell, Home, Moments, Twin
 from slideformer.schedule import Buffer, Op
 
-Held = torch.Tensor | Moments | Twin | Cell
+Held = torch.Tensor | Moments | Twin | Home | Cell
 
 
 class Reach:
@@ -25,8 +25,11 @@ class Reach:
         return role in self._held
 
     def __getitem__(self, role: str) -> torch.Tensor:
-        """The tensor of a role that the op declares once; of state that has two copies, the current one's."""
+        """The tensor of a role that the op declares once; of state that has two copies, the current one's; of a
+        resident unit, its weights."""
         (held,) = self._held[role]
+        if isinstance(held, Home):
+            return held.weights
         if isinstance(held, Twin):
             held = getattr(held.current, role)
         assert isinstance(held, torch.Tensor)
@@ -46,6 +49,11 @@ class Reach:
     def twin(self, role: str) -> Twin:
         (held,) = self._held[role]
         assert isinstance(held, Twin)
+        return held
+
+    def home(self, role: str) -> Home:
+        (held,) = self._held[role]
+        assert isinstance(held, Home)
         return held
 
     def cell(self, role: str) -> Cell:

@@ -12,6 +12,11 @@ from slideformer.optim import Hyper
 from slideformer.schedule import LaneName, OpKind, Plan, Timeline
 from slideformer.schedule.simulate import Span
 
+CANNOT_BE_TAKEN_BACK = (
+    "a gradient is not finite, and an eager update cannot be taken back: what was already updated in this step stays; "
+    "use update: deferred to stop before any write"
+)
+
 
 class NonFinite(RunFailed):
     """A loss or a gradient is infinite or not a number."""

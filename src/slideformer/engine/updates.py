@@ -14,7 +14,7 @@ import torch
 
 from slideformer.engine.options import EngineOptions
 from slideformer.engine.reach import Reach
-from slideformer.engine.run import NonFinite, Run, Verdict
+from slideformer.engine.run import CANNOT_BE_TAKEN_BACK, NonFinite, Run, Verdict
 from slideformer.layout import Layout
 from slideformer.native import HostKernels, Planes
 from slideformer.optim import Hyper
@@ -123,10 +123,7 @@ class Updates:
         if not verdict.apply:
             return None
         if "norms" in reach and not bool(torch.isfinite(reach["norms"]).all()):
-            raise NonFinite(
-                "a gradient is not finite, and an eager update cannot be taken back: what was already updated in this "
-                "step stays; use update: deferred to stop before any write"
-            )
+            raise NonFinite(CANNOT_BE_TAKEN_BACK)
         run.writes_started = True
         return verdict
 

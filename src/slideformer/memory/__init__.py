@@ -4,13 +4,14 @@ from slideformer.memory.budget import Budget, Limit, budget, size
 from slideformer.memory.buffers import BatchShape, Cell, Need, Tier, allocate, needs
 from slideformer.memory.host import Arena
 from slideformer.memory.machine import host_limit, resident_nbytes
-from slideformer.memory.state import Moments, State, Twin
+from slideformer.memory.state import Home, Moments, State, Twin
 
 __all__ = [
     "Arena",
     "BatchShape",
     "Budget",
     "Cell",
+    "Home",
     "Limit",
     "Moments",
     "Need",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from slideformer.errors import DoesNotFit
 from slideformer.layout import Layout, UnitKind
 from slideformer.memory.buffers import BatchShape, Tier, needs
-from slideformer.memory.state import state_nbytes
+from slideformer.memory.state import home_nbytes, state_nbytes
 from slideformer.schedule import Buffer, Place, Plan
 
 SMALL_SHARE = 0.02
@@ -111,8 +111,11 @@ def budget(plans: Iterable[Plan], layout: Layout, shape: BatchShape) -> Budget:
     """
     device: dict[str, int] = {}
     found = needs(plans, layout, shape)
-    ahead = sorted({b.index[0] for b in found if b.place is Place.SPARE})
-    host: dict[str, int] = dict(state_nbytes(layout, keep_residual=_keeps_residual(shape), ahead=ahead))
+    ahead, resident = (sorted({b.index[0] for b in found if b.place is p}) for p in (Place.SPARE, Place.HOME))
+    keep_residual = _keeps_residual(shape)
+    host = dict(state_nbytes(layout, keep_residual=keep_residual, ahead=ahead, resident=resident))
+    if resident:
+        device["resident state"] = sum(home_nbytes(layout, u, keep_residual=keep_residual) for u in resident)
     state = frozenset(host)
     for buffer, need in found.items():
         if need.tier in (Tier.DEVICE, Tier.LOCKED):
@@ -140,6 +143,8 @@ def _term(buffer: Buffer, layout: Layout) -> str:
     if buffer.place in (Place.DENSE, Place.DENSE_GRAD, Place.DENSE_SUM):
         kind = layout.units[buffer.index[0]].kind
         matrix = kind in (UnitKind.TABLE, UnitKind.OUTPUT)
+        if kind is UnitKind.BLOCK:
+            return "resident gradients"
         owner = "vocabulary matrix" if matrix else "final norm" if kind is UnitKind.FINAL else "positions"
         return owner if buffer.place is Place.DENSE else f"{owner} {NAMES[buffer.place]}"
     return NAMES[buffer.place]

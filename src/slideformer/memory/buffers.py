@@ -14,7 +14,8 @@ import torch
 from slideformer.device import Device
 from slideformer.layout import Layout
 from slideformer.memory.host import Arena, aligned
-from slideformer.memory.state import Moments, State, Twin
+from slideformer.memory.state import Home, Moments, State, Twin
+from slideformer.native import Planes
 from slideformer.schedule import Buffer, Place, Plan
 
 
@@ -92,9 +93,9 @@ class _Sizes:
         layout, shape, dtype, fp32 = self.layout, self.shape, self.shape.dtype, torch.float32
         unit = index[0] if index else 0
         match place:
-            case Place.WEIGHT | Place.RESIDUAL | Place.MOMENTS | Place.SPARE:
+            case Place.WEIGHT | Place.RESIDUAL | Place.MOMENTS | Place.SPARE | Place.HOME:
                 return Need(Tier.STATE)
-            case Place.CALL | Place.VERDICT:
+            case Place.CALL | Place.VERDICT | Place.GRAPH:
                 return Need(Tier.CELL)
             case Place.ROWS_HOST | Place.ROW_GRAD_HOST:
                 return Need(Tier.LOCKED, self.rows, dtype)
@@ -138,12 +139,12 @@ def num_norms(layout: Layout, unit: int) -> int:
 
 def allocate(
     plans: Iterable[Plan], layout: Layout, shape: BatchShape, state: State, device: Device
-) -> dict[Buffer, torch.Tensor | Moments | Twin | Cell]:
+) -> dict[Buffer, torch.Tensor | Moments | Twin | Home | Cell]:
     """Every buffer of these plans. Raises DoesNotFit naming the tier when there is no room."""
     found = needs(plans, layout, shape)
     locked = [(n.numel, n.dtype) for n in found.values() if n.tier is Tier.LOCKED]
     arena = Arena.of(locked, "gradient, saved-input and row buffers")
-    buffers: dict[Buffer, torch.Tensor | Moments | Twin | Cell] = {}
+    buffers: dict[Buffer, torch.Tensor | Moments | Twin | Home | Cell] = {}
     for buffer, need in found.items():
         match need.tier:
             case Tier.STATE:
@@ -159,12 +160,14 @@ def allocate(
     return buffers
 
 
-def _state_tile(buffer: Buffer, layout: Layout, state: State) -> torch.Tensor | Moments | Twin:
+def _state_tile(buffer: Buffer, layout: Layout, state: State) -> torch.Tensor | Moments | Twin | Home:
+    if buffer.place is Place.HOME:
+        return state.homes[buffer.index[0]]
     unit, index = buffer.index
     if (unit, index) in state.twins:
         return state.twins[unit, index]
     tile = layout.tiles(unit)[index]
+    parts = Planes(*(plane[tile.start : tile.stop] for plane in state.planes(unit)))
     if buffer.place is Place.MOMENTS:
-        return Moments(*(m[tile.start : tile.stop] for m in state.moments[unit]))
-    flat = state.weight[unit] if buffer.place is Place.WEIGHT else state.residual[unit]
-    return flat[tile.start : tile.stop]
+        return Moments(parts.exp_avg, parts.exp_avg_sq)
+    return parts.weight if buffer.place is Place.WEIGHT else parts.residual

@@ -1,4 +1,4 @@
-"""The state on the host: both planes of every master weight, and the moments of every trained one.
+"""The state: both planes of every master weight, and the moments of every trained one; on the host or on the device.
 
 12 bytes a trained parameter (2 + 2 + 4 + 4), and as much again for what is updated ahead. The weight plane is
 page-locked and is itself what is uploaded. A frozen parameter has no moments, and under bf16 compute no residual
@@ -16,6 +16,7 @@ from slideformer.device import Device
 from slideformer.layout import Layout
 from slideformer.memory.host import Arena, arena_nbytes
 from slideformer.native import HostKernels, Planes
+from slideformer.optim import join
 
 PIECE_NUMEL = 1 << 22
 """Elements split or joined at a time when weights are read or written, so that temporaries stay small (16 MiB)."""
@@ -54,11 +55,26 @@ class Twin:
         self._index = 1 - self._index
 
 
+class Home:
+    """All of a resident unit's state, on the device. weights: [numel] in the compute dtype, what the unit runs on: the
+    bf16 plane itself, or the master joined from both planes under fp32 compute."""
+
+    __slots__ = ("planes", "weights")
+
+    def __init__(self, planes: Planes, weights: torch.Tensor) -> None:
+        self.planes, self.weights = planes, weights
+
+    def refresh(self) -> None:
+        """After the planes were written. Launched, not waited for."""
+        if self.weights is not self.planes.weight:
+            self.weights.copy_(join(self.planes.weight, self.planes.residual))
+
+
 def state_sizes(
-    layout: Layout, *, keep_residual: bool, units: Iterable[int] | None = None
+    layout: Layout, *, keep_residual: bool, units: Iterable[int]
 ) -> dict[str, list[tuple[int, torch.dtype]]]:
-    """Lengths and dtypes of every plane and moment, per unit (of `units`; None: of all). keep_residual: see `State`."""
-    chosen = [layout.units[u] for u in (range(len(layout.units)) if units is None else units)]
+    """Lengths and dtypes of every plane and moment, per unit of `units`. keep_residual: see `State`."""
+    chosen = [layout.units[u] for u in units]
     trained = [(u.train_numel, torch.float32) for u in chosen]
     return {
         "weights": [(u.numel, torch.bfloat16) for u in chosen],
@@ -68,9 +84,19 @@ def state_sizes(
     }
 
 
-def state_nbytes(layout: Layout, *, keep_residual: bool, ahead: Iterable[int] = ()) -> dict[str, int]:
-    """Bytes of the arenas of a `State`, by term."""
-    sizes = state_sizes(layout, keep_residual=keep_residual)
+def home_nbytes(layout: Layout, unit: int, *, keep_residual: bool) -> int:
+    """Bytes of a resident unit's `Home`."""
+    sizes = state_sizes(layout, keep_residual=keep_residual, units=[unit])
+    joined = 4 * layout.units[unit].numel if keep_residual else 0
+    return joined + sum(numel * dtype.itemsize for ((numel, dtype),) in sizes.values())
+
+
+def state_nbytes(
+    layout: Layout, *, keep_residual: bool, ahead: Iterable[int] = (), resident: Iterable[int] = ()
+) -> dict[str, int]:
+    """Bytes of the host arenas of a `State`, by term."""
+    streamed = [u for u in range(len(layout.units)) if u not in set(resident)]
+    sizes = state_sizes(layout, keep_residual=keep_residual, units=streamed)
     terms = {name: arena_nbytes(needed) for name, needed in sizes.items()}
     second = state_sizes(layout, keep_residual=keep_residual, units=ahead)
     spare = sum(arena_nbytes(needed) for needed in second.values())
@@ -78,7 +104,8 @@ def state_nbytes(layout: Layout, *, keep_residual: bool, ahead: Iterable[int] = 
 
 
 class State:
-    """Flat host tensors per unit: weight bf16 [numel], residual int16, exp_avg and exp_avg_sq fp32 [train_numel].
+    """Flat tensors per unit: weight bf16 [numel], residual int16, exp_avg and exp_avg_sq fp32 [train_numel]. On the
+    host; those of resident units on the device (homes: by unit).
 
     twins: per tile of the units updated ahead, its two copies. Between steps all tiles of a unit have the same one
     current; `weight`, `residual` and `moments` are then the state, one entry a unit.
@@ -92,13 +119,17 @@ class State:
         *,
         keep_residual: bool,
         ahead: tuple[int, ...] = (),
+        resident: tuple[int, ...] = (),
     ) -> None:
-        """keep_residual: frozen parameters keep their residual plane too (fp32 compute reads it). ahead: units with a
-        second copy."""
+        """keep_residual: frozen parameters keep their residual plane too (fp32 compute reads it), and a home has its
+        master joined. ahead: units with a second copy. resident: units whose state is on the device. Raises DoesNotFit.
+        """
         self.layout, self._kernels = layout, kernels
         self.arenas: list[Arena] = []
-        every = range(len(layout.units))
-        self._copies = [[planes] for planes in self._take(every, device, keep_residual=keep_residual)]
+        self.homes = {unit: self._home(unit, device, keep_residual=keep_residual) for unit in resident}
+        streamed = [u for u in range(len(layout.units)) if u not in self.homes]
+        taken = self._take(streamed, device, keep_residual=keep_residual)
+        self._copies = {unit: [planes] for unit, planes in zip(streamed, taken, strict=True)}
         second = self._take(ahead, device, keep_residual=keep_residual, prefix="second ")
         self.twins: dict[tuple[int, int], Twin] = {}
         for unit, planes in zip(ahead, second, strict=True):
@@ -122,32 +153,49 @@ class State:
         self.arenas += arenas.values()
         return taken
 
+    def _home(self, unit: int, device: Device, *, keep_residual: bool) -> Home:
+        sizes = state_sizes(self.layout, keep_residual=keep_residual, units=[unit])
+        planes = Planes(*(device.empty(*size) for (size,) in sizes.values()))
+        planes.exp_avg.zero_()
+        planes.exp_avg_sq.zero_()
+        joined = device.empty(planes.weight.numel(), torch.float32) if keep_residual else planes.weight
+        return Home(planes, joined)
+
     def _current(self, unit: int) -> Planes:
+        if unit in self.homes:
+            return Planes(*(plane.cpu() for plane in self.homes[unit].planes))
         twin = self.twins.get((unit, 0))
         return self._copies[unit][0 if twin is None else twin.index]
 
     @property
     def weight(self) -> list[torch.Tensor]:
-        return [self._current(u).weight for u in range(len(self._copies))]
+        return [self._current(u).weight for u in range(len(self.layout.units))]
 
     @property
     def residual(self) -> list[torch.Tensor]:
-        return [self._current(u).residual for u in range(len(self._copies))]
+        return [self._current(u).residual for u in range(len(self.layout.units))]
 
     @property
     def moments(self) -> list[Moments]:
-        return [Moments(*self._current(u)[2:]) for u in range(len(self._copies))]
+        return [Moments(*self._current(u)[2:]) for u in range(len(self.layout.units))]
 
     def planes(self, unit: int) -> Planes:
-        """The unit's current state itself, no copy. Of it, residuals and moments end where the trained part ends."""
+        """The unit's current state itself; of a resident unit, a copy on the host. Residuals and moments end where the
+        trained part ends."""
         return self._current(unit)
 
     def restore(self, unit: int, plane: PlaneName, offset: int, values: torch.Tensor) -> None:
         """Set elements of one plane, bit for bit. values: 1-D, of the plane's dtype, host."""
-        for planes in self._copies[unit]:  # both, so that it does not matter which one is current
+        for planes in self._owned(unit):
             target: torch.Tensor = getattr(planes, plane)
             assert values.dtype is target.dtype, f"{plane} is {target.dtype}, not {values.dtype}"
             target[offset : offset + values.numel()].copy_(values)
+        if unit in self.homes:
+            self.homes[unit].refresh()
+
+    def _owned(self, unit: int) -> list[Planes]:
+        """All copies, so that it does not matter which one is current; what is frozen in one is never written again."""
+        return [self.homes[unit].planes] if unit in self.homes else self._copies[unit]
 
     @property
     def nbytes(self) -> int:
@@ -158,21 +206,20 @@ class State:
         for start in range(0, values.numel(), PIECE_NUMEL):
             piece = values[start : start + PIECE_NUMEL].float().contiguous()
             begin, end = offset + start, offset + start + piece.numel()
-            for planes in self._copies[unit]:  # both: what is frozen in a second copy is never written again
-                residual = planes.residual[begin:end]
-                if residual.numel() == piece.numel():
-                    self._kernels.split(piece, planes.weight[begin:end], residual)
-                else:  # the frozen end of the unit has no residual plane
-                    scratch = torch.empty(piece.numel(), dtype=torch.int16)
-                    self._kernels.split(piece, planes.weight[begin:end], scratch)
-                    residual.copy_(scratch[: residual.numel()])
+            weight, rest = (torch.empty(piece.numel(), dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
+            self._kernels.split(piece, weight, rest)
+            for planes in self._owned(unit):
+                planes.weight[begin:end].copy_(weight)
+                residual = planes.residual[begin:end]  # shorter at the frozen end of the unit, which has none
+                residual.copy_(rest[: residual.numel()])
+        if unit in self.homes:
+            self.homes[unit].refresh()
 
     def read(self, unit: int, start: int, stop: int) -> torch.Tensor:
         """Master weights [start, stop) of a unit as a new fp32 [stop - start]. Where there is no residual: the bf16."""
-        planes = self._current(unit)
-        out = planes.weight[start:stop].float()
-        with_residual = min(stop, planes.residual.numel())
-        if with_residual > start:
-            both = planes.weight[start:with_residual], planes.residual[start:with_residual]
-            self._kernels.join(*both, out[: with_residual - start])
+        whole = self.homes[unit].planes if unit in self.homes else self._current(unit)
+        weight, residual = (plane[start:stop].cpu() for plane in (whole.weight, whole.residual))
+        out = weight.float()
+        if residual.numel():
+            self._kernels.join(weight[: residual.numel()], residual, out[: residual.numel()])
         return out

@@ -24,7 +24,7 @@ def prove(plan: Plan, layout: Layout, options: StepOptions) -> None:
     """Raise PlanError unless effects, contents and order hold for a first run and for runs that join."""
     _prove_effects(plan, layout, options)
     _prove_positions(plan, options)
-    _prove_contents(plan, layout)
+    _prove_contents(plan, layout, options)
     _prove_order(plan)
 
 
@@ -56,10 +56,10 @@ def _prove_positions(plan: Plan, options: StepOptions) -> None:
             raise PlanError(f"{buffer} does not exist: there are {limits[buffer.place]} of its kind")
 
 
-def _prove_contents(plan: Plan, layout: Layout) -> None:
+def _prove_contents(plan: Plan, layout: Layout, options: StepOptions) -> None:
     holds: dict[Buffer, Content] = {}
     for buffer in plan.buffers():
-        if buffer.place in STATE_PLACES:
+        if buffer.place in STATE_PLACES or buffer.place is Place.HOME:
             holds[buffer] = (str(buffer.place), *buffer.index, 0)
     for op in plan.ops:
         for access in op.accesses:
@@ -71,6 +71,11 @@ def _prove_contents(plan: Plan, layout: Layout) -> None:
                 holds[access.buffer] = access.leaves
     for index, unit in enumerate(layout.units):
         trained_tiles = len(layout.tiles(index, trained=True)) if plan.trains else 0
+        if index in options.resident:
+            home = Buffer(Place.HOME, (index,))
+            if holds.get(home, ("home", index, 0)) != ("home", index, int(trained_tiles > 0)):
+                raise PlanError(f"{unit.name}: its state on the device ends as {holds.get(home)}")
+            trained_tiles = 0  # on the host there is nothing of it
         for tile in range(len(layout.tiles(index))):
             for place in STATE_PLACES:
                 buffer = Buffer(place, (index, tile))

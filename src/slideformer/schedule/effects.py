@@ -35,6 +35,7 @@ class Effects:
         self.boundary = {unit: b for b, unit in enumerate(layout.blocks)}
         self.glue, self.final = layout.find(UnitKind.GLUE), layout.find(UnitKind.FINAL)
         self.eager = options.update is Update.EAGER
+        self.resident = frozenset(options.resident)
         below = [0, *([] if self.glue is None else [self.glue]), *layout.blocks]
         self.lowest = min((u for u in below if self.trained[u]), default=len(layout.units))
 
@@ -59,6 +60,10 @@ class Effects:
             case OpKind.GATHER:
                 yield from self._planes(0, tile)
                 yield Effect("rows", Place.ROWS_HOST, ("rows", tile) if tile else None, ("rows", tile + 1))
+            case OpKind.PICK_ROWS:
+                yield Effect("batch", Place.BATCH, ("batch",), None)
+                yield self._weights("table", 0)
+                yield Effect("target", Place.ROWS, None, ("rows",))
             case OpKind.UPLOAD:
                 yield from self._planes(unit, tile)
                 place = Place.SLOT if unit in self.boundary else Place.DENSE
@@ -67,9 +72,11 @@ class Effects:
                 yield from self._embedding()
                 yield Effect("call", Place.CALL, None, ("call", micro))
                 yield Effect("hidden", Place.HIDDEN, None, ("x", 0, micro))
-            case OpKind.FORWARD:
+            case OpKind.FORWARD | OpKind.FORWARD_KEEP:
                 yield from self._block(unit, micro)
                 yield Effect("hidden", Place.HIDDEN, None, ("x", self.boundary[unit] + 1, micro))
+                if op.kind is OpKind.FORWARD_KEEP:
+                    yield Effect("graph", Place.GRAPH, None, ("graph", unit, micro))
 
     def _across(self, op: Op) -> Iterator[Effect]:
         """Ops that copy a content as it is."""
@@ -92,8 +99,7 @@ class Effects:
                 yield Effect("source", Place.LOSS, ("loss", self.options.micro_batches), None)
                 yield Effect("target", Place.LOSS_HOST, None, ("loss",))
             case OpKind.DOWNLOAD:
-                place = Place.GRAD if op.unit in self.boundary else Place.DENSE_GRAD
-                yield Effect("source", place, ("grad", op.unit), None)
+                yield Effect("source", self._grad(op.unit), ("grad", op.unit), None)
                 yield Effect("target", self._landing(), None, ("landed", op.unit, op.tile))
 
     def _down(self, op: Op) -> Iterator[Effect]:
@@ -111,10 +117,14 @@ class Effects:
                         yield Effect("hidden_grad", Place.HIDDEN, None, ("d", top, micro))
                     yield from self._partial("output_grad", self.layout.output, micro)
                     yield from self._partial("final_grad", self.final, micro)
-            case OpKind.BACKWARD:
+            case OpKind.BACKWARD | OpKind.BACKWARD_KEPT:
                 block = self.boundary[unit]
                 below = ("d", block, micro) if self.lowest < unit else None
-                yield from self._block(unit, micro)
+                if op.kind is OpKind.BACKWARD:
+                    yield from self._block(unit, micro)
+                else:
+                    yield self._weights("weights", unit)
+                    yield Effect("graph", Place.GRAPH, ("graph", unit, micro), ("spent", unit, micro))
                 yield Effect("hidden_grad", Place.HIDDEN, ("d", block + 1, micro), below)
                 yield from self._partial("grad", unit, micro)
             case OpKind.EMBED_BACKWARD:
@@ -129,8 +139,7 @@ class Effects:
         unit, full = op.unit, self.options.micro_batches
         match op.kind:
             case OpKind.REDUCE | OpKind.REDUCE_OUTPUT:
-                place = Place.GRAD if unit in self.boundary else Place.DENSE_GRAD
-                yield from _sum(self._sum(unit), place, ("sum", unit, full), ("grad", unit))
+                yield from _sum(self._sum(unit), self._grad(unit), ("sum", unit, full), ("grad", unit))
                 yield Effect("norm", Place.NORM, None, ("norm", unit, 0))
                 if op.kind is OpKind.REDUCE_OUTPUT and self.layout.tied:
                     yield Effect("batch", Place.BATCH, ("batch",), None)
@@ -152,6 +161,15 @@ class Effects:
                 yield from (loss, *norms, Effect("verdict", Place.VERDICT, None, ("verdict",)))
             case OpKind.TOTAL:
                 yield from (*norms, Effect("verdict", Place.VERDICT, ("verdict",), None))
+            case OpKind.UPDATE_RESIDENT:
+                yield Effect("grad", self._grad(unit), ("grad", unit), None)
+                yield from self._home(unit)
+            case OpKind.UPDATE_RESIDENT_TABLE:
+                yield Effect("batch", Place.BATCH, ("batch",), None)
+                yield Effect("row_grad", Place.ROW_GRAD, ("row_grad",), None)
+                if self.layout.tied:
+                    yield Effect("grad", Place.DENSE_GRAD, ("grad", 0), ("spent", 0))
+                yield from self._home(0)
             case OpKind.UPDATE:
                 yield Effect("grad", self._landing(), ("landed", unit, tile), None)
                 yield from self._permits(unit, 0)
@@ -189,8 +207,14 @@ class Effects:
             yield Effect(str(place), place, (str(place), unit, tile, 0), None)
 
     def _weights(self, role: str, unit: int) -> Effect:
+        if unit in self.resident:
+            return Effect(role, Place.HOME, ("home", unit, 0), None)
         place = Place.SLOT if unit in self.boundary else Place.DENSE
         return Effect(role, place, ("weights", unit, self.num_tiles[unit]), None)
+
+    def _home(self, unit: int) -> Iterator[Effect]:
+        yield Effect("verdict", Place.VERDICT, ("verdict",), None)
+        yield Effect("home", Place.HOME, ("home", unit, 0), ("home", unit, 1))
 
     def _block(self, unit: int, micro: int) -> Iterator[Effect]:
         yield self._weights("weights", unit)
@@ -211,8 +235,14 @@ class Effects:
     def _sum(self, unit: int) -> Place:
         """Micro-batches add up in fp32: beside a bf16 gradient, unless there is one micro-batch of a block."""
         if unit in self.boundary:
-            return Place.GRAD if self.options.fp32_compute or self.options.micro_batches == 1 else Place.GRAD_SUM
+            single = self.options.fp32_compute or self.options.micro_batches == 1
+            return self._grad(unit) if single else Place.GRAD_SUM
         return Place.DENSE_GRAD if self.options.fp32_compute else Place.DENSE_SUM
+
+    def _grad(self, unit: int) -> Place:
+        """A block's gradient leaves its slot soon, unless it waits on the device for the verdict."""
+        waits = unit in self.resident and not self.eager
+        return Place.GRAD if unit in self.boundary and not waits else Place.DENSE_GRAD
 
     def _row_sum(self) -> Place:
         return Place.ROW_GRAD if self.options.fp32_compute else Place.ROW_SUM

@@ -30,15 +30,18 @@ HOST_LANES = frozenset({LaneName.UPDATE, LaneName.GATHER})
 class OpKind(StrEnum):
     LOAD = "load"  # token ids, labels and the batch's row numbers to the device
     GATHER = "gather"  # rows of the table that the batch needs, into page-locked memory
+    PICK_ROWS = "pick_rows"  # rows of a resident table
     UPLOAD_ROWS = "upload_rows"
     UPLOAD = "upload"  # one tile of a unit's weights into its slot
     EMBED = "embed"
     FORWARD = "forward"
+    FORWARD_KEEP = "forward_keep"  # keeps what backward needs, so that nothing is run again
     SPILL = "spill"  # a saved input or hidden gradient to the host
     FETCH = "fetch"  # and back
     HEAD = "head"  # final norm, output projection, loss and all their gradients
     HEAD_LOSS = "head_loss"  # the loss alone, for evaluation
-    BACKWARD = "backward"
+    BACKWARD = "backward"  # runs the block again, from its saved input
+    BACKWARD_KEPT = "backward_kept"
     EMBED_BACKWARD = "embed_backward"
     REDUCE = "reduce"  # sum -> gradient in its final precision, and its norms
     REDUCE_OUTPUT = "reduce_output"  # the same for the output projection, row by row
@@ -56,6 +59,8 @@ class OpKind(StrEnum):
     UPDATE_ROWS = "update_rows"  # the touched rows
     UPDATE_AHEAD = "update_ahead"  # deferred: as if nothing were clipped, into the spare copy of the tile's state
     REST_AHEAD = "rest_ahead"  # the same for the untouched rows of a tile of the table
+    UPDATE_RESIDENT = "update_resident"  # all of a resident unit, on the device
+    UPDATE_RESIDENT_TABLE = "update_resident_table"  # the same for the table, touched rows included
     SETTLE = "settle"  # the spare copy becomes the state, or the update is done again with the right factor
     SETTLE_ROWS = "settle_rows"  # the same for a tile of the table, touched rows included
 
@@ -80,13 +85,15 @@ class Place(StrEnum):
     # device
     BATCH = "batch"
     ROWS = "rows"
+    HOME = "home"  # (unit): all of a resident unit's state
     SLOT = "slot"  # (position): weights of one block
     DENSE = "dense"  # (unit): weights of a unit with a slot of its own: glue, final, output
     HIDDEN = "hidden"  # (position): one hidden state [batch, length, hidden]
     CALL = "call"  # (micro-batch): what the glue hands to every block
     GRAD = "grad"  # (position): gradient of one block, as it is downloaded
+    GRAPH = "graph"  # (unit, micro-batch): what a block that is not run again keeps for backward
     GRAD_SUM = "grad_sum"  # (): fp32 sum over micro-batches of the block in hand
-    DENSE_GRAD = "dense_grad"  # (unit)
+    DENSE_GRAD = "dense_grad"  # (unit): also of a resident block whose gradient waits for the verdict
     DENSE_SUM = "dense_sum"  # (unit)
     ROW_GRAD = "row_grad"
     ROW_SUM = "row_sum"

@@ -19,6 +19,8 @@ class StepOptions:
     hidden_pool: device positions for saved inputs and hidden gradients that stay. hidden_ring: positions through
     which the others pass. fp32_compute: both planes are uploaded, and sums over micro-batches need no buffer.
     ahead: units that a deferred program updates before the norm is known, into a second copy of their state.
+    resident: units whose state is on the device; they are updated there and cross no link. keep: blocks among them that
+    keep what backward needs from forward, instead of being run again.
     """
 
     window: int = 2
@@ -30,6 +32,8 @@ class StepOptions:
     update: Update = Update.EAGER
     fp32_compute: bool = False
     ahead: tuple[int, ...] = ()
+    resident: tuple[int, ...] = ()
+    keep: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("window", "grad_slots", "ring", "micro_batches"):
@@ -39,4 +43,12 @@ class StepOptions:
             raise ValueError(f"hidden_pool is {self.hidden_pool}, must be at least 0")
         if self.ahead and Update(self.update) is Update.EAGER:
             raise ValueError("an eager program updates every unit as it lands; only a deferred one updates ahead")
+        if not set(self.keep) <= set(self.resident):
+            raise ValueError(
+                f"units {sorted(set(self.keep) - set(self.resident))} keep their graph but are not resident"
+            )
+        if both := set(self.ahead) & set(self.resident):
+            raise ValueError(
+                f"units {sorted(both)} are resident, so they have no second copy on the host to update ahead"
+            )
         object.__setattr__(self, "update", Update(self.update))  # a plain "deferred" would compare equal, and not be it

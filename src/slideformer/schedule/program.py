@@ -32,11 +32,12 @@ class Program:
         self.table, self.output = 0, layout.output
         self.glue, self.final = layout.find(UnitKind.GLUE), layout.find(UnitKind.FINAL)
         self.num_micro = options.micro_batches
+        self.resident = frozenset(options.resident)
         self.visits = list(range(len(self.blocks)))
         self.hidden = HiddenPositions(self.ops.append, pool=options.hidden_pool, ring=options.hidden_ring)
 
     def write(self) -> tuple[Op, ...]:
-        self.slots, self.uploads = plan_slots(self.visits, self.options.window)
+        self.place_blocks()
         self.begin()
         for visit in range(len(self.blocks)):
             self.climb(visit)
@@ -44,6 +45,13 @@ class Program:
             self.upload_output(visit)
         self.turn()
         return tuple(self.ops)
+
+    def place_blocks(self) -> None:
+        """The slot of every visit to a streamed block, and the uploads after each visit."""
+        streamed = [i for i, block in enumerate(self.visits) if self.blocks[block] not in self.resident]
+        slots, uploads = plan_slots([self.visits[i] for i in streamed], self.options.window)
+        self.slots = dict(zip(streamed, slots, strict=True))
+        self.uploads = dict(zip([0, *(i + 1 for i in streamed)], uploads, strict=True))
 
     # emission
 
@@ -76,6 +84,10 @@ class Program:
     def load_rows(self) -> None:
         rows_host, rows = Buffer(Place.ROWS_HOST), Buffer(Place.ROWS)
         self.emit(OpKind.LOAD, LaneName.UPLOAD, Access("batch", Buffer(Place.BATCH), None, ("batch",)))
+        if self.table in self.resident:
+            found = (self.weights(self.table, "table"), Access("target", rows, None, ("rows",)))
+            self.emit(OpKind.PICK_ROWS, LaneName.COMPUTE, self.batch(), *found, unit=self.table)
+            return
         tiles = self.layout.tiles(self.table)
         for tile in tiles:
             into = Access("rows", rows_host, ("rows", tile.index) if tile.index else None, ("rows", tile.index + 1))
@@ -90,11 +102,11 @@ class Program:
         )
 
     def upload_glue(self) -> None:
-        if self.glue is not None:
+        if self.glue is not None and self.glue not in self.resident:
             self.upload(self.glue, Buffer(Place.DENSE, (self.glue,)))
 
     def upload_blocks(self, after: int) -> None:
-        for block, slot in self.uploads[after]:
+        for block, slot in self.uploads.get(after, ()):
             self.upload(self.blocks[block], Buffer(Place.SLOT, (slot,)))
 
     def upload(self, unit: int, target: Buffer, *, first: int = 0, last: int | None = None) -> None:
@@ -114,12 +126,23 @@ class Program:
         if late:
             shares = [0] * num_blocks + [num_tiles]
         target = Buffer(Place.DENSE, (self.output,))
-        self.upload(self.output, target, first=shares[visit], last=shares[visit + 1])
-        if visit == num_blocks - 1 and self.final is not None:
+        if self.output not in self.resident:
+            self.upload(self.output, target, first=shares[visit], last=shares[visit + 1])
+        if visit == num_blocks - 1 and self.final is not None and self.final not in self.resident:
             self.upload(self.final, Buffer(Place.DENSE, (self.final,)))
 
-    def weights(self, unit: int, buffer: Buffer, role: str = "weights") -> Access:
-        return Access(role, buffer, ("weights", unit, len(self.layout.tiles(unit))), None)
+    def weights(self, unit: int, role: str) -> Access:
+        """Of a unit with a place of its own on the device."""
+        if unit in self.resident:
+            return Access(role, Buffer(Place.HOME, (unit,)), ("home", unit, 0), None)
+        return Access(role, Buffer(Place.DENSE, (unit,)), ("weights", unit, len(self.layout.tiles(unit))), None)
+
+    def block_weights(self, visit: int) -> Access:
+        unit = self.blocks[self.visits[visit]]
+        if unit in self.resident:
+            return self.weights(unit, "weights")
+        slot = Buffer(Place.SLOT, (self.slots[visit],))
+        return Access("weights", slot, ("weights", unit, len(self.layout.tiles(unit))), None)
 
     def batch(self) -> Access:
         return Access("batch", Buffer(Place.BATCH), ("batch",), None)
@@ -131,27 +154,24 @@ class Program:
         rows = Access("rows", Buffer(Place.ROWS), ("rows",), None)
         if self.glue is None:
             return (rows,)
-        return (rows, self.weights(self.glue, Buffer(Place.DENSE, (self.glue,)), "glue"))
+        return (rows, self.weights(self.glue, "glue"))
 
     def climb(self, visit: int) -> None:
         """Forward of one block, all micro-batches; the embedding goes before the first block."""
-        unit, slot = self.blocks[visit], Buffer(Place.SLOT, (self.slots[visit],))
+        unit = self.blocks[visit]
+        keep = self.keeps(unit)
         for micro in range(self.num_micro):
             if visit == 0:
                 self.embed(micro)
             source, target = ("x", visit, micro), ("x", visit + 1, micro)
             x = self.hidden.need(source)
             y = self.hidden.produce(target, uses=self.uses(target), pooled=self.pooled(target), keep=(source,))
-            self.emit(
-                OpKind.FORWARD,
-                LaneName.COMPUTE,
-                self.weights(unit, slot),
-                self.call(micro),
-                Access("input", x, source, None),
-                Access("hidden", y, None, target),
-                unit=unit,
-                micro=micro,
-            )
+            accesses = [self.block_weights(visit), self.call(micro), Access("input", x, source, None)]
+            accesses.append(Access("hidden", y, None, target))
+            if keep:
+                accesses.append(Access("graph", Buffer(Place.GRAPH, (unit, micro)), None, ("graph", unit, micro)))
+            kind = OpKind.FORWARD_KEEP if keep else OpKind.FORWARD
+            self.emit(kind, LaneName.COMPUTE, *accesses, unit=unit, micro=micro)
             self.hidden.used(source)
 
     def embed(self, micro: int) -> None:
@@ -168,6 +188,9 @@ class Program:
             micro=micro,
         )
 
+    def keeps(self, unit: int) -> bool:
+        return False
+
     def uses(self, value: Content) -> int:
         return 1
 
@@ -177,9 +200,9 @@ class Program:
     # the turn
 
     def head_weights(self) -> list[Access]:
-        accesses = [self.weights(self.output, Buffer(Place.DENSE, (self.output,)), "output")]
+        accesses = [self.weights(self.output, "output")]
         if self.final is not None:
-            accesses.append(self.weights(self.final, Buffer(Place.DENSE, (self.final,)), "final"))
+            accesses.append(self.weights(self.final, "final"))
         return accesses
 
     def loss(self, micro: int) -> Access:

@@ -39,12 +39,13 @@ class _TrainingProgram(Program):
         self.visits = list(range(num_blocks)) + list(range(num_blocks - 1, self.floor - 1, -1))
         self.pooled_grads = min(self.num_micro, options.hidden_pool) if self.descends else 0
         saved = [("x", b, m) for b in range(self.floor, num_blocks) for m in range(self.num_micro)]
+        saved = [value for value in saved if not self.keeps(self.blocks[value[1]])]
         room = options.hidden_pool - self.pooled_grads
         self.pooled_inputs = set(saved[max(len(saved) - room, 0) :])
         # the head's inputs need positions only until the gradients take them, but for one that is there beside the last
         self.pooled_inputs |= {("x", num_blocks, m) for m in range(self.pooled_grads - 1)}
         self.next_ring = 0
-        downward = [u for u in reversed(self.blocks) if self.trained[u]]
+        downward = [u for u in reversed(self.blocks) if self.trained[u] and not self.grad_waits(u)]
         self.grad_slot = {unit: i % options.grad_slots for i, unit in enumerate(downward)}
         self.vocabulary_tiles: deque[tuple[int, int]] = deque()
         self.norms: list[tuple[int, int]] = []
@@ -76,13 +77,23 @@ class _TrainingProgram(Program):
         if self.deferred:
             super().begin()
             return
-        for block, slot in reversed(self.uploads[0]):
+        for block, slot in reversed(self.uploads.get(0, ())):
             self.upload(self.blocks[block], Buffer(Place.SLOT, (slot,)))
         self.load_rows()
         self.upload_glue()
 
     def uses(self, value: Content) -> int:
-        return 2 if self.floor <= value[1] < len(self.blocks) else 1
+        block = value[1]
+        if not self.floor <= block < len(self.blocks):
+            return 1
+        return 1 if self.keeps(self.blocks[block]) else 2
+
+    def keeps(self, unit: int) -> bool:
+        return unit in self.options.keep and unit >= self.blocks[0] + self.floor
+
+    def grad_waits(self, unit: int) -> bool:
+        """The gradient stays on the device until the verdict."""
+        return self.deferred and unit in self.resident
 
     def pooled(self, value: Content) -> bool:
         return value in self.pooled_inputs
@@ -99,7 +110,7 @@ class _TrainingProgram(Program):
         return not self.options.fp32_compute and (not block or self.num_micro > 1)
 
     def grad_buffer(self, unit: int) -> Buffer:
-        if self.layout.units[unit].kind is UnitKind.BLOCK:
+        if self.layout.units[unit].kind is UnitKind.BLOCK and not self.grad_waits(unit):
             return Buffer(Place.GRAD, (self.grad_slot[unit],))
         return Buffer(Place.DENSE_GRAD, (unit,))
 
@@ -131,7 +142,7 @@ class _TrainingProgram(Program):
         if not self.deferred:
             self.guard()
         early = not self.deferred or self.table in self.ahead
-        if self.trained[self.table] and not self.layout.tied and early:
+        if self.trained[self.table] and self.table not in self.resident and not self.layout.tied and early:
             self.vocabulary_tiles += [(self.table, t.index) for t in self.layout.tiles(self.table, trained=True)]
         if self.trained[self.output]:
             self.reduce_output()
@@ -152,28 +163,32 @@ class _TrainingProgram(Program):
 
     def descend(self, visit: int) -> None:
         block = self.visits[visit]
-        unit, slot = self.blocks[block], Buffer(Place.SLOT, (self.slots[visit],))
+        unit = self.blocks[block]
+        kept = self.keeps(unit)
         passes_on = self.embeds or block > self.floor
         for micro in range(self.num_micro):
             value, grad, below = ("x", block, micro), ("d", block + 1, micro), ("d", block, micro)
-            x = self.hidden.need(value, keep=(grad,))
-            d = self.hidden.need(grad, keep=(value,))
-            accesses = [
-                self.weights(unit, slot),
-                self.call(micro),
-                Access("input", x, value, None),
-                Access("hidden_grad", d, grad, below if passes_on else None),
-            ]
+            accesses = [self.block_weights(visit)]
+            if kept:
+                full, spent = ("graph", unit, micro), ("spent", unit, micro)
+                accesses.append(Access("graph", Buffer(Place.GRAPH, (unit, micro)), full, spent))
+            else:
+                x = self.hidden.need(value, keep=(grad,))
+                accesses += [self.call(micro), Access("input", x, value, None)]
+            d = self.hidden.need(grad, keep=() if kept else (value,))
+            accesses.append(Access("hidden_grad", d, grad, below if passes_on else None))
             if self.trained[unit]:
                 accesses.append(self.partial(unit, micro, "grad"))
-            self.emit(OpKind.BACKWARD, LaneName.COMPUTE, *accesses, unit=unit, micro=micro)
-            self.hidden.used(value)
+            kind = OpKind.BACKWARD_KEPT if kept else OpKind.BACKWARD
+            self.emit(kind, LaneName.COMPUTE, *accesses, unit=unit, micro=micro)
+            if not kept:
+                self.hidden.used(value)
             self.hidden.replace(grad, below, uses=1 if passes_on else 0)
         if self.trained[unit]:
             self.finish(unit)
 
     def finish(self, unit: int) -> None:
-        """Reduce, report and download a unit's gradient; in an eager program also update."""
+        """Reduce and report a unit's gradient, and download it unless the unit is resident; eager: also update."""
         total, grad = self.sum_buffer(unit), self.grad_buffer(unit)
         full, done = ("sum", unit, self.num_micro), ("grad", unit)
         if total == grad:
@@ -183,6 +198,10 @@ class _TrainingProgram(Program):
         norm = Access("norm", Buffer(Place.NORM, (unit, 0)), None, ("norm", unit, 0))
         self.emit(OpKind.REDUCE, LaneName.COMPUTE, *accesses, norm, unit=unit)
         self.report(unit, 0)
+        if unit in self.resident:
+            if not self.deferred:
+                self.update_resident(unit)
+            return
         for tile in self.layout.tiles(unit, trained=True):
             landing = self.download(unit, tile.index)
             if unit in self.ahead:
@@ -242,7 +261,10 @@ class _TrainingProgram(Program):
             accesses += [self.batch(), Access("row_grad", self.row_buffer(), None, ("row_sum", 0))]
         self.emit(OpKind.REDUCE_OUTPUT, LaneName.COMPUTE, *accesses, unit=unit)
         self.report(unit, 0)
-        self.vocabulary_tiles += [(unit, t.index) for t in self.layout.tiles(unit, trained=True)]
+        if unit not in self.resident:
+            self.vocabulary_tiles += [(unit, t.index) for t in self.layout.tiles(unit, trained=True)]
+        elif not tied and not self.deferred:
+            self.update_resident(unit)
 
     def vocabulary_share(self, visits_left: int) -> None:
         """Tiles of the vocabulary matrices leave in equal shares behind the blocks, so that no block's gradient
@@ -293,6 +315,10 @@ class _TrainingProgram(Program):
         norm = Access("norm", Buffer(Place.NORM, (self.table, 1)), None, ("norm", self.table, 1))
         self.emit(OpKind.REDUCE_ROWS, LaneName.COMPUTE, *accesses, norm, unit=self.table)
         self.report(self.table, 1)
+        if self.table in self.resident:
+            if not self.deferred:
+                self.update_resident_table()
+            return
         source = Access("source", grad, ("row_grad",), None)
         target = Access("target", Buffer(Place.ROW_GRAD_HOST), None, ("row_grad",))
         self.emit(OpKind.DOWNLOAD_ROWS, LaneName.DOWNLOAD, source, target, unit=self.table)
@@ -304,6 +330,25 @@ class _TrainingProgram(Program):
         grad = Access("grad", Buffer(Place.ROW_GRAD_HOST), ("row_grad",), None)
         permits, state = self.permits(self.table, 1), self.state(self.table, tile, "rest", 1)
         self.emit(OpKind.UPDATE_ROWS, LaneName.UPDATE, grad, *permits, *state, unit=self.table, tile=tile)
+
+    # resident units
+
+    def update_resident(self, unit: int) -> None:
+        """In the lane of the model's own work, which has the state in hand: a few ms for a unit of any size."""
+        grad = Access("grad", self.grad_buffer(unit), ("grad", unit), None)
+        self.emit(OpKind.UPDATE_RESIDENT, LaneName.COMPUTE, grad, self.verdict(), self.home(unit), unit=unit)
+
+    def update_resident_table(self) -> None:
+        """Tied: the touched rows' gradient takes its place in the output projection's. Untied: all others' is zero."""
+        accesses = [self.verdict(), self.home(self.table), self.batch()]
+        accesses.append(Access("row_grad", Buffer(Place.ROW_GRAD), ("row_grad",), None))
+        if self.layout.tied:
+            grad = Buffer(Place.DENSE_GRAD, (self.table,))
+            accesses.append(Access("grad", grad, ("grad", self.table), ("spent", self.table)))
+        self.emit(OpKind.UPDATE_RESIDENT_TABLE, LaneName.COMPUTE, *accesses, unit=self.table)
+
+    def home(self, unit: int) -> Access:
+        return Access("home", Buffer(Place.HOME, (unit,)), ("home", unit, 0), ("home", unit, 1))
 
     # deferred
 
@@ -338,6 +383,9 @@ class _TrainingProgram(Program):
         """In the order in which the next forward needs the units."""
         for unit in range(len(self.layout.units)):
             if not self.trained[unit]:
+                continue
+            if unit in self.resident:
+                self.update_resident_table() if unit == self.table else self.update_resident(unit)
                 continue
             for tile in self.layout.tiles(unit, trained=True):
                 landing = Buffer(Place.GRAD_HOST, (unit, tile.index))
