@@ -62,7 +62,7 @@ def measure(settings: Settings) -> dict[str, object]:
             config,
             dtype=torch.bfloat16 if cuda else torch.float32,
             tile_numel=settings.tile_numel,
-            use_liger_kernel=cuda and settings.liger,
+            kernels="liger" if cuda and settings.liger else "torch",
             device=device.torch_device,
         )
         began = time.perf_counter()

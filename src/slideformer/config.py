@@ -69,7 +69,7 @@ class TrainConfig(BaseModel):
     model_name_or_path: str = ""
     attn_implementation: Literal["auto", "eager", "sdpa"] = "auto"
     disable_dropout: bool = False
-    use_liger_kernel: bool = False  # elementwise kernels of the liger-kernel package in the blocks, on a GPU
+    kernels: Literal["auto", "triton", "torch", "liger"] = "auto"  # of the blocks' elementwise parts
     freeze: tuple[str, ...] = ()  # regular expressions searched in parameter names
 
     # Data

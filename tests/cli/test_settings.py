@@ -105,6 +105,8 @@ def test_an_alias_is_taken_with_one_notice(load, tmp_path) -> None:
         ("train_on_completions: true", "completion_only_loss", True),
         ("dtype: bfloat16", "bf16", True),
         ("torch_dtype: float32", "bf16", False),
+        ("use_liger_kernel: true", "kernels", "liger"),
+        ("use_liger_kernel: false", "kernels", "auto"),
         ("cutoff_len: 99", "max_length", 99),
         ("batch_size: 3", "per_device_train_batch_size", 3),
         ("force: true", "ignore_memory_limits", True),

@@ -31,6 +31,7 @@ def _examine(name: str) -> Iterator[tuple[str, object]]:
     from slideformer.engine.rates import update_rate
     from slideformer.kernels.device_update import implementation
     from slideformer.memory import host_limit
+    from slideformer.model.elementwise import families_by_op
     from slideformer.native import TorchKernels, load
     from slideformer.train.measure import link_speed, page_lock_rate
     from slideformer.train.record import versions
@@ -49,6 +50,7 @@ def _examine(name: str) -> Iterator[tuple[str, object]]:
     with open_device(name) as device:
         yield "device", device.kind
         yield "device_update", implementation(device.torch_device)
+        yield "kernels", families_by_op(device.torch_device)
         rate = page_lock_rate(device) if device.kind != "cpu" else None
         yield "page_lock_gib_at_once", None if device.kind == "cpu" else rate is not None
         yield "page_lock_gbps", rate and rate / 1e9
@@ -56,6 +58,13 @@ def _examine(name: str) -> Iterator[tuple[str, object]]:
         yield "upload_gbps", link.upload / 1e9
         yield "download_gbps", link.download / 1e9
         yield "both_ways_gbps", link.both / 1e9
+
+
+def _blocks(kernels: object) -> str:
+    assert isinstance(kernels, dict)
+    if not kernels:
+        return "the model's own code"
+    return "triton, " + ", ".join(f"{op} ({' '.join(families)})" for op, families in kernels.items())
 
 
 def _gpus() -> list[str]:
@@ -91,7 +100,7 @@ def _text(facts: dict[str, object]) -> str:
             "trains on",
             str(facts["device"]) + (", though there is a GPU: this torch cannot use it" if gpus and on_cpu else ""),
         ),
-        ("kernels", f"update on the device: {facts['device_update']}"),
+        ("kernels", f"update on the device: {facts['device_update']}; blocks: {_blocks(facts['kernels'])}"),
         ("page-locking", locking[facts["page_lock_gib_at_once"]]),
         (
             "link",

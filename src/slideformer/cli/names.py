@@ -40,6 +40,11 @@ def _not(value: object) -> object:
     return not value if isinstance(value, bool) else value
 
 
+def _liger_as_kernels(value: object) -> object:
+    """use_liger_kernel: true asks for that package; false asks for nothing in particular."""
+    return {True: "liger", False: "auto"}[value] if isinstance(value, bool) else value
+
+
 ALIASES: dict[str, str] = {
     "base_model": "model_name_or_path",
     "model": "model_name_or_path",
@@ -87,6 +92,7 @@ ALIASES: dict[str, str] = {
     "torch_dtype": "bf16",
     "dtype": "bf16",
     "flash_attn": "attn_implementation",
+    "use_liger_kernel": "kernels",
     "random_seed": "seed",
     "log_interval": "logging_steps",
     "log_every_n_steps": "logging_steps",
@@ -104,6 +110,7 @@ CONVERTED: dict[str, Callable[[object], object]] = {
     "train_on_input": _not,
     "torch_dtype": _dtype_as_bf16,
     "dtype": _dtype_as_bf16,
+    "use_liger_kernel": _liger_as_kernels,
 }
 REQUIRED = ("model_name_or_path", "dataset")
 NOT_YET = frozenset(

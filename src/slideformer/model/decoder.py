@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slideformer.layout import Layout, Param, Unit, UnitKind
 from slideformer.model.build import ModelRefused, build, some
-from slideformer.model.liger import apply_liger_kernel
+from slideformer.model.elementwise import apply_kernels
 from slideformer.model.names import checkpoint_names
 from slideformer.model.packing import packing_known
 from slideformer.model.parts import Binding, Call, Parts, find_parts
@@ -32,6 +32,7 @@ class Decoder:
     layout: table, glue?, block..., final?, output?; names are state-dict names.
     names: how names in checkpoint files may differ from the layout's. architecture: name of the model class.
     padding_idx: the id whose row gets no gradient from the input side, or None.
+    kernels: op -> implementation, for the ops of the blocks that there are kernels for.
     """
 
     def __init__(
@@ -43,15 +44,18 @@ class Decoder:
         attn_implementation: str = "auto",
         frozen: tuple[str, ...] = (),
         disable_dropout: bool = False,
-        use_liger_kernel: bool = False,
+        kernels: str = "torch",
+        without_kernels: tuple[str, ...] = (),
         device: torch.device | str = "cpu",
     ) -> None:
         """Reads no weights and allocates nothing of the model's size.
 
         dtype: of parameters and compute, float32 or bfloat16. frozen: regular expressions, searched in parameter names;
-        what they find is not trained. use_liger_kernel: the blocks' norms, activations and rotary embedding from the
-        liger-kernel package. device: where the glue's buffers (rotary tables) live and calls are made.
-        Raises ModelRefused when the model cannot be trained right, or a pattern finds nothing, or all of them find all.
+        what they find is not trained. kernels, without_kernels: of the blocks' norms, residual additions, rotary
+        embedding and gated MLPs, as in `apply_kernels`. device: where the glue's buffers (rotary tables) live and calls
+        are made.
+        Raises ModelRefused when the model cannot be trained right, or a pattern finds nothing, or all of them find all;
+        BadInput when the kernels cannot be had.
         """
         device = torch.device(device)
         self.config = copy.deepcopy(config)
@@ -59,8 +63,7 @@ class Decoder:
         self._model = build(
             config, dtype=dtype, attn_implementation=attn_implementation, disable_dropout=disable_dropout, device=device
         )
-        if use_liger_kernel:
-            apply_liger_kernel(self._model)
+        self.kernels = apply_kernels(self._model, kernels, device, without=without_kernels)
         self.attn_implementation: str = self._model.config._attn_implementation
         self.architecture = type(self._model).__name__
         self._parts = find_parts(self._model, device)

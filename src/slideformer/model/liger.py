@@ -15,10 +15,10 @@ def apply_liger_kernel(model: PreTrainedModel) -> None:
     Loss and output projection stay ours. Raises BadInput where the package is missing or does not know the family.
     """
     if util.find_spec("liger_kernel") is None:
-        raise BadInput("use_liger_kernel is true but liger-kernel is not installed: pip install liger-kernel")
+        raise BadInput("kernels: liger, but liger-kernel is not installed: install it, or use kernels: auto")
     patches = import_module("liger_kernel.transformers.monkey_patch")
     family = model.config.model_type
     if family not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
         known = ", ".join(sorted(patches.MODEL_TYPE_TO_APPLY_LIGER_FN))
-        raise BadInput(f"use_liger_kernel is true but liger-kernel does not know {family}; it knows {known}")
+        raise BadInput(f"kernels: liger, but liger-kernel does not know {family}, only {known}: use kernels: auto")
     patches._apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)

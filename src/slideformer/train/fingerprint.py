@@ -51,7 +51,7 @@ def bits(config: TrainConfig, device_kind: str) -> dict[str, JsonValue]:
         "device": device_kind,
         "per_device_train_batch_size": config.per_device_train_batch_size,
         "attn_implementation": config.attn_implementation,
-        "use_liger_kernel": config.use_liger_kernel,
+        "kernels": config.kernels,
         **{name: versions()[name] for name in ("torch", "transformers")},
     }
 

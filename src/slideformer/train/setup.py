@@ -33,7 +33,7 @@ def build_decoder(
         attn_implementation=config.attn_implementation,
         frozen=config.freeze,
         disable_dropout=config.disable_dropout,
-        use_liger_kernel=config.use_liger_kernel,
+        kernels=config.kernels,
         device=device,
     )
 
