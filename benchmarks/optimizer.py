@@ -1,6 +1,6 @@
 """How fast does the host update parameters, and how near is that to the speed of its memory?
 
-    python benchmarks/optimizer.py [--numel N] [--tile N] [--threads 1,2,4] [--steps N] >> results.jsonl
+    python benchmarks/optimizer.py [--numel N] [--tile N] [--threads 1,2,4] [--steps N] --out results.jsonl
 
 One JSON line for each case and thread count, all of one call under one `run`: the native update with a bf16 gradient
 beside `stream`, a loop that moves the same 26 bytes a parameter and computes nothing (the two alternate, so that both
@@ -10,22 +10,16 @@ meet the same machine); other gradients and instruction sets; torch's fused Adam
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
-import os
-import resource
 import statistics
-import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable
-from datetime import UTC, datetime
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from lines import host_peak_gib, new_run, shared, spread, write
 from slideformer.native import NativeKernels, Planes, TorchKernels, available_cpus, load
 from slideformer.optim import Hyper, split
 
@@ -86,25 +80,16 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 class Report:
-    """Prints the lines: what every line of a call shares, and what is measured."""
+    """Writes the lines: what every line of a call shares, and what is measured."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self.shared = {
-            "bench": "optimizer",
-            "command": " ".join(["python", *sys.argv]),
-            "commit": os.environ.get("COMMIT") or head(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": cpu_name(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            "torch": torch.__version__,
-            "run": uuid.uuid4().hex[:8],
-        }
+    def __init__(self, steps: int, *, run: str, out: str | None) -> None:
+        self.steps, self.out = steps, out
+        self.shared = shared("optimizer", run, sys.argv)
 
     def line(
         self, case: str, *, isa: str, threads: int, tiles: Tiles, nbytes: int, times: list[float], stream: list[float]
     ) -> None:
-        median = statistics.median(times)
+        took = spread(times)
         stream_gbps = 26 * tiles.numel / statistics.median(stream) / 1e9 if stream else None
         measured = {
             "case": case,
@@ -112,15 +97,14 @@ class Report:
             "cpu_threads": threads,
             "shape": str(tiles.numel),
             "tile_numel": tiles.tile_numel,
-            **dict.fromkeys(("batch", "seq", "update", "max_grad_norm", "gpu_limit_gib"), None),
             "steps": len(times),
-            "step_s": {"min": min(times), "median": median, "max": max(times)},
-            "gparam_per_s": round(tiles.numel / median / 1e9, 4),
-            "gbps": round(nbytes * tiles.numel / median / 1e9, 2),
+            "step_s": took,
+            "gparam_per_s": round(tiles.numel / took["median"] / 1e9, 4),
+            "gbps": round(nbytes * tiles.numel / took["median"] / 1e9, 2),
             "stream_gbps": None if stream_gbps is None else round(stream_gbps, 2),
-            "host_peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3),
+            "host_peak_gib": host_peak_gib(),
         }
-        print(json.dumps(self.shared | measured), flush=True)
+        write(self.shared | measured, self.out)
 
     def native(
         self,
@@ -165,17 +149,6 @@ class Report:
         self.line("torch-fused-fp32", isa="torch", threads=threads, tiles=tiles, nbytes=28, times=times, stream=[])
 
 
-def head() -> str | None:
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return git.stdout.strip() or None
-
-
-def cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
 def main() -> None:
     cpus = available_cpus()
     counts = sorted({n for n in (1, 2, 4, 8, 12, cpus - 2, cpus) if 1 <= n <= cpus})
@@ -184,13 +157,12 @@ def main() -> None:
     parser.add_argument("--tile", type=int, default=1 << 24, help="parameters of one call")
     parser.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], default=counts)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--run", help="id of the call that this belongs to")
+    parser.add_argument("--out", help="file that lines are added to")
     parser.add_argument("--only-native", action="store_true", help="the native update with a bf16 gradient and no more")
     options = parser.parse_args()
-    tiles, report, most = (
-        Tiles(options.numel, options.tile),
-        Report(options.steps),
-        max(options.threads),
-    )
+    report = Report(options.steps, run=options.run or new_run(), out=options.out)
+    tiles, most = Tiles(options.numel, options.tile), max(options.threads)
     for threads in options.threads:
         report.native("ours", tiles, threads)
     if options.only_native:

@@ -16,13 +16,10 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 from cases import MODULES, NotHere, Settings, measure, parse_case
-from flops import model_flops
-from lines import new_run, shared, write
-from report import report
-from shapes import shape
 
 BESIDE = {"optimizer": ["optimizer.py", "--only-native", "--numel", str(1 << 29)], "link": ["link.py"]}
 """Benchmarks that share a call's `run`. 2^29 parameters are 7 GB of state and gradient, far beyond any cache."""
@@ -31,16 +28,18 @@ BESIDE = {"optimizer": ["optimizer.py", "--only-native", "--numel", str(1 << 29)
 def main() -> int:
     args = parse()
     if args.report:
+        from report import report
+
         return report(Path(args.report))
     if args.worker:
         return worker(args)
-    run, failed = new_run(), []
+    run, failed = uuid.uuid4().hex[:12], []
     for name in args.cases:
         print(f"-- {name}", flush=True)
         if call(command_of(args, name, run), args.case_timeout) != 0:
             failed.append(name)
-    if args.out:
-        report(Path(args.out), run=run, check=False)
+    if args.out and Path(args.out).exists():
+        call([sys.executable, str(Path(__file__).parent / "report.py"), args.out, "--run", run], None)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
@@ -62,7 +61,8 @@ def parse() -> argparse.Namespace:
         "--max-grad-norm", type=float, default=1.0, help="of cases that clip: ours :deferred, others :clip"
     )
     parser.add_argument("--cpu-threads", type=int)
-    parser.add_argument("--no-liger", action="store_true", help="plain transformers blocks")
+    parser.add_argument("--no-liger", action="store_true", help="plain transformers blocks, but for ours")
+    parser.add_argument("--kernels", default="auto", help="of the blocks' elementwise parts, of ours")
     parser.add_argument("--window", type=int, default=3, help="of ours")
     parser.add_argument("--tile-numel", type=int, default=16 << 20, help="of ours")
     parser.add_argument("--engine", nargs="+", default=[], metavar="KEY=VALUE", help="further EngineOptions of ours")
@@ -126,6 +126,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         device=args.device,
         cpu_threads=args.cpu_threads,
         liger=not args.no_liger,
+        kernels=args.kernels,
         tile_numel=args.tile_numel,
         window=args.window,
         engine=dict(_option(text) for text in args.engine),
@@ -135,27 +136,39 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def _option(text: str) -> tuple[str, object]:
-    """`ring=8` as ("ring", 8): values are JSON, or else words."""
+    """`ring=8` as ("ring", 8), `keep=[1,2]` as ("keep", (1, 2)): values are JSON, or else words."""
     key, equals, value = text.partition("=")
     if not equals:
         raise SystemExit(f"--engine {text}: must be KEY=VALUE")
     try:
-        return key, json.loads(value)
+        found = json.loads(value)
     except json.JSONDecodeError:
         return key, value
+    return key, tuple(found) if isinstance(found, list) else found
 
 
 def worker(args: argparse.Namespace) -> int:
+    from lines import shared, write
+
     settings = settings_of(args)
-    called = [arg for arg in sys.argv[: sys.argv.index("--worker")]]
-    config = shape(settings.shape, num_layers=settings.num_layers)
+    called = sys.argv[: sys.argv.index("--worker")]
     try:
         measured = measure(settings)
     except NotHere as reason:
         print(f"not here: {args.worker}: {reason}", flush=True)
         return 0
+    write(shared("step", args.run, called) | describe(settings, measured), args.out)
+    return 0
+
+
+def describe(settings: Settings, measured: dict[str, object]) -> dict[str, object]:
+    """A line of results, but for what all benchmarks share: the settings, what was measured, and the rates."""
+    from flops import model_flops
+    from shapes import shape
+
+    config = shape(settings.shape, num_layers=settings.num_layers)
     median = measured["step_s"]["median"]
-    line = shared("step", args.run, called) | {
+    return {
         "case": settings.case,
         "shape": Path(settings.shape).name,
         "num_layers": config.num_hidden_layers,
@@ -169,10 +182,8 @@ def worker(args: argparse.Namespace) -> int:
         **measured,
         "params": _num_params(config),
         "tokens_per_second": round(settings.batch * settings.seq / median, 1),
-        "tflops": round(model_flops(config, settings.batch, settings.seq) / median / 1e12, 4),
+        "tflops": float(f"{model_flops(config, settings.batch, settings.seq) / median / 1e12:.4g}"),
     }
-    write(line, args.out)
-    return 0
 
 
 def _num_params(config: object) -> int:

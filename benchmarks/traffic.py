@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -152,14 +154,21 @@ class UpdateCount:
 
 
 @contextmanager
-def native_updates(kernels: object) -> Iterator[UpdateCount]:
-    """Count what `update` and `update_rows` of our kernels are given inside."""
+def our_updates(kernels: object) -> Iterator[UpdateCount]:
+    """Count what our kernels are given inside: `update` and `update_rows` on the host, `update_` on the device."""
     count = UpdateCount()
     update, update_rows = kernels.update, kernels.update_rows
+    inside = threading.local()  # the stand-in in torch updates a copy by calling itself
 
     def counted(weight: torch.Tensor, *args: object, **kwargs: object) -> None:
+        if getattr(inside, "update", False):
+            return update(weight, *args, **kwargs)
         count.tile(weight)
-        update(weight, *args, **kwargs)
+        inside.update = True
+        try:
+            update(weight, *args, **kwargs)
+        finally:
+            inside.update = False
 
     def counted_rows(
         weight: torch.Tensor,
@@ -175,9 +184,29 @@ def native_updates(kernels: object) -> Iterator[UpdateCount]:
 
     kernels.update, kernels.update_rows = counted, counted_rows
     try:
-        yield count
+        with _device_updates(count):
+            yield count
     finally:
         del kernels.update, kernels.update_rows
+
+
+@contextmanager
+def _device_updates(count: UpdateCount) -> Iterator[None]:
+    if find_spec("slideformer.engine.resident") is None:
+        yield
+        return
+    resident = import_module("slideformer.engine.resident")
+    update = resident.update_
+
+    def counted(weight: torch.Tensor, *args: object, **kwargs: object) -> None:
+        count.tile(weight)
+        update(weight, *args, **kwargs)
+
+    resident.update_ = counted
+    try:
+        yield
+    finally:
+        resident.update_ = update
 
 
 @contextmanager

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 MODULES = {
     "stock-resident": "stock",
@@ -27,6 +29,10 @@ MODULES = {
 """Case: the module of this package that measures it."""
 
 
+PACKAGES = {"deepspeed-zero2": "deepspeed", "deepspeed-zero3": "deepspeed", "trainstream": "trainstream"}
+"""What a case needs that is not the project's own."""
+
+
 class NotHere(Exception):
     """A case that this machine or this version cannot run: a package, a device or an option is missing."""
 
@@ -36,7 +42,8 @@ class Settings:
     """One case and what it is measured on.
 
     case: a key of MODULES. update: eager or deferred, of ours alone. gpu_limit_gib: of this case. max_grad_norm: 0 is
-    no clipping. engine: further options of ours, by name. cpu_threads: None is what each system chooses itself.
+    no clipping. liger: of the stock model and the peers; kernels, window, tile_numel, trace and engine (further options
+    by name): of ours. cpu_threads: None is what each system chooses itself. megatrain: folder of a checkout.
     """
 
     case: str
@@ -53,6 +60,7 @@ class Settings:
     device: str = "auto"
     cpu_threads: int | None = None
     liger: bool = True
+    kernels: str = "auto"
     tile_numel: int = 16 << 20
     window: int = 3
     engine: dict[str, object] = field(default_factory=dict)
@@ -90,5 +98,10 @@ def parse_case(text: str) -> CaseName:
 
 def measure(settings: Settings) -> dict[str, object]:
     """What the case adds to its line. Raises NotHere."""
+    package = PACKAGES.get(settings.case)
+    if package is not None and find_spec(package) is None:
+        raise NotHere(f"{package} is not installed: pip install {package}")
+    if settings.case == "megatrain" and not (settings.megatrain and (Path(settings.megatrain) / "infinity").is_dir()):
+        raise NotHere("no checkout of MegaTrain: give its folder with --megatrain")
     run: Callable[[Settings], dict[str, object]] = import_module(f"cases.{MODULES[settings.case]}").measure
     return run(settings)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import torch
 
@@ -20,8 +19,6 @@ from traffic import UpdateCount, torch_updates
 
 class MegaTrain:
     def __init__(self, settings: Settings) -> None:
-        if settings.megatrain is None or not (Path(settings.megatrain) / "infinity").is_dir():
-            raise NotHere("no checkout of MegaTrain: give its folder with --megatrain")
         self.settings, self.device = settings, open_torch_device(settings)
         if self.device.type != "cuda":
             raise NotHere("MegaTrain needs a CUDA device")
@@ -30,7 +27,7 @@ class MegaTrain:
         if settings.cpu_threads:
             torch.set_num_threads(settings.cpu_threads)
         self.threads = torch.get_num_threads()
-        sys.path.insert(0, settings.megatrain)
+        sys.path.insert(0, str(settings.megatrain))
         try:
             from infinity import CPUMasterModel
             from infinity.config import CPUMasterConfig

@@ -7,8 +7,8 @@ of a step's result. Steps are submitted one ahead and read one late, as the trai
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -19,34 +19,37 @@ from shapes import random_tokens, random_weight, shape
 from slideformer.data.batches import MicroBatch
 from slideformer.device import Device, open_device
 from slideformer.engine import Engine, EngineOptions, StepResult
+from slideformer.layout import Layout
 from slideformer.model.decoder import Decoder
 from slideformer.schedule import OpKind
-from traffic import copies, native_updates
+from traffic import copies, our_updates
 
 DEFAULTS: dict[str, object] = {"grad_slots": 2, "ring": 8}
-PLACEMENT = {"ours-streamed": "stream", "ours-resident": "resident", "ours-auto": "auto"}
 LR = 1e-5
 
 
-def options_of(settings: Settings) -> EngineOptions:
+def options_of(settings: Settings, layout: Layout) -> EngineOptions:
     """Raises NotHere for a placement that this engine does not know."""
-    placement = PLACEMENT[settings.case]
     known = {field.name for field in dataclasses.fields(EngineOptions)}
-    chosen = {"placement": placement} if "placement" in known else {}
-    if not chosen and placement != "stream":
-        raise NotHere(f"this engine has no option `placement`, it streams everything: {settings.case} cannot be run")
+    chosen: dict[str, object] = {}
+    if settings.case == "ours-resident":
+        chosen = {"resident": tuple(range(len(layout.units)))}
+    elif settings.case == "ours-auto":
+        chosen = {"placement": "auto"}
+    if missing := chosen.keys() - known:
+        raise NotHere(f"this engine has no option {', '.join(missing)}, so {settings.case} cannot be run")
     if unknown := settings.engine.keys() - known:
         raise SystemExit(f"--engine: no option {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
-    return EngineOptions(
-        micro_batch_size=settings.batch // settings.micro_batches,
-        micro_batches=settings.micro_batches,
-        max_length=settings.seq,
-        window=settings.window,
-        update=settings.update,
-        max_grad_norm=settings.max_grad_norm,
-        cpu_threads=settings.cpu_threads,
-        **(DEFAULTS | chosen | settings.engine),
-    )
+    given = {
+        "micro_batch_size": settings.batch // settings.micro_batches,
+        "micro_batches": settings.micro_batches,
+        "max_length": settings.seq,
+        "window": settings.window,
+        "update": settings.update,
+        "max_grad_norm": settings.max_grad_norm,
+        "cpu_threads": settings.cpu_threads,
+    }
+    return EngineOptions(**(DEFAULTS | given | chosen | settings.engine))
 
 
 def measure(settings: Settings) -> dict[str, object]:
@@ -57,14 +60,14 @@ def measure(settings: Settings) -> dict[str, object]:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(settings.gpu_limit_gib * GIB / total)
         host_before = host_peak_gib()
-        options = options_of(settings)
         decoder = Decoder(
             config,
             dtype=torch.bfloat16 if cuda else torch.float32,
             tile_numel=settings.tile_numel,
-            kernels="liger" if cuda and settings.liger else "torch",
+            kernels=settings.kernels,
             device=device.torch_device,
         )
+        options = options_of(settings, decoder.layout)
         began = time.perf_counter()
         with Engine(decoder, device, options) as engine:
             for index, unit in enumerate(decoder.layout.units):
@@ -72,7 +75,8 @@ def measure(settings: Settings) -> dict[str, object]:
                     values = random_weight(param.name, param.shape, device.torch_device).cpu().flatten()
                     engine.write(index, unit.offsets[param.name], values)
             ready_s = round(time.perf_counter() - began, 1)
-            return {**_steps(engine, device, settings), "host_before_gib": host_before, "ready_s": ready_s}
+            measured = _steps(engine, device, settings)
+        return {**measured, "kernels": decoder.kernels, "host_before_gib": host_before, "ready_s": ready_s}
 
 
 def _steps(engine: Engine, device: Device, settings: Settings) -> dict[str, object]:
@@ -96,19 +100,17 @@ def _steps(engine: Engine, device: Device, settings: Settings) -> dict[str, obje
             finish(results[-2])
     finish(results[-1])
     took = [b - a for a, b in zip(times, times[1:], strict=False)][settings.warmup - 1 :]
-    traced = results[-2]
-    busy = {str(lane): round(s / statistics.median(took), 3) for lane, s in traced.busy_s().items()}
     if settings.trace:
         _write_trace(settings, results[-3:])
     engine.synchronize()
-    with copies() as traffic, native_updates(engine.kernels) as count:
+    with copies() as traffic, our_updates(engine.kernels) as count:
         engine.step(batches[-1], lr=LR).wait()
         engine.synchronize()
     return {
         "loss": [round(loss, 5) for loss in losses],
         "grad_norm": [round(norm, 4) for norm in norms],
         "step_s": spread(took),
-        "busy": busy,
+        "busy": _busy(results, times),
         "bytes": {"up": traffic.up, "down": traffic.down},
         "plan_bytes": _planned(engine, batches[-1]),
         "params_updated": count.numel,
@@ -119,8 +121,17 @@ def _steps(engine: Engine, device: Device, settings: Settings) -> dict[str, obje
         "options": {k: v for k, v in dataclasses.asdict(engine.options).items() if k != "ahead"},
         "ahead_units": len(engine.step_options.ahead),
         "num_ops": len(engine.plan.ops),
-        "steady": {key: [min(m[key] for m in marks[2:]), max(m[key] for m in marks[2:])] for key in marks[0]},
+        "steady": _range(marks[2:] or marks),
     }
+
+
+def _busy(results: list[StepResult], times: list[float]) -> dict[str, float]:
+    """Share of the last steps' time that each lane worked. times: ends of all steps."""
+    num = min(len(results), len(times) - 1)
+    total: Counter[str] = Counter()
+    for result in results[-num:]:
+        total.update({str(lane): seconds for lane, seconds in result.busy_s().items()})
+    return {lane: round(seconds / (times[-1] - times[-1 - num]), 3) for lane, seconds in total.items()}
 
 
 def _batch(engine: Engine, settings: Settings, index: int) -> list[MicroBatch]:
@@ -179,6 +190,10 @@ def _marks(engine: Engine, device: Device) -> dict[str, int]:
         marks["reserved"] = stats["reserved_bytes.all.current"]
         marks["device_used"] = total - free
     return marks
+
+
+def _range(marks: list[dict[str, int]]) -> dict[str, list[int]]:
+    return {key: [min(mark[key] for mark in marks), max(mark[key] for mark in marks)] for key in marks[0]}
 
 
 def _write_trace(settings: Settings, results: list[StepResult]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from importlib.util import find_spec
 
 import torch
 
@@ -20,8 +19,6 @@ from traffic import UpdateCount
 
 class TrainStream:
     def __init__(self, settings: Settings) -> None:
-        if find_spec("trainstream") is None:
-            raise NotHere("trainstream is not installed: pip install trainstream")
         self.settings, self.device = settings, open_torch_device(settings)
         if self.device.type != "cuda":
             raise NotHere("trainstream needs a CUDA device")

@@ -6,6 +6,9 @@ AdamW. `stock-resident-bf16` steps the bf16 weights themselves.
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -13,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cases import NotHere, Settings
 from cases.loop import no_count, open_torch_device, run
-from shapes import random_weight, shape
+from shapes import random_tokens, random_weight, shape
 from traffic import UpdateCount, torch_updates
 
 LR = 1e-5
@@ -61,11 +64,19 @@ def _apply_liger(model: PreTrainedModel, *, fused_head: bool) -> None:
     _apply_liger_kernel_to_instance(model=model, **options)
 
 
-def mean_loss(model: torch.nn.Module, tokens: torch.Tensor, settings: Settings, device: torch.device) -> torch.Tensor:
-    """Forward and backward of a step in its micro-batches; the loss of all, on the device."""
+def mean_loss(
+    model: torch.nn.Module,
+    tokens: torch.Tensor,
+    settings: Settings,
+    device: torch.device,
+    between: Callable[[], None] = lambda: None,
+) -> torch.Tensor:
+    """Forward and backward of a step in its micro-batches; the loss of all, on the device. between: called between a
+    forward pass and its backward pass."""
     total = torch.zeros((), device=device)
     for part in tokens.to(device, non_blocking=True).split(settings.batch // settings.micro_batches):
         loss = model(input_ids=part, labels=part).loss / settings.micro_batches
+        between()
         loss.backward()
         total += loss.detach()
     return total
@@ -147,4 +158,24 @@ class Stock:
 
 
 def measure(settings: Settings) -> dict[str, object]:
-    return run(Stock(settings), settings)
+    peer = Stock(settings)
+    line = run(peer, settings)
+    return line | {"forward_s": _forward_s(peer)} if settings.case == "stock-fwd-bwd" else line
+
+
+def _forward_s(peer: Stock) -> float:
+    """Seconds of the forward pass of a step: the median of five, each alone on the device."""
+    settings, times = peer.settings, []
+    tokens = random_tokens(0, settings.batch, settings.seq, peer.vocab_size)
+    for _ in range(5):
+        peer.synchronize()
+        marks = [time.perf_counter()]
+
+        def between(marks: list[float] = marks) -> None:
+            peer.synchronize()
+            marks.append(time.perf_counter())
+
+        mean_loss(peer.model, tokens, settings, peer.device, between)
+        peer.model.zero_grad(set_to_none=True)
+        times.append(marks[1] - marks[0])
+    return settings.micro_batches * float(f"{statistics.median(times):.5g}")

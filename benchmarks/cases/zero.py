@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from importlib.util import find_spec
 
 import torch
 
-from cases import NotHere, Settings
+from cases import Settings
 from cases.loop import open_torch_device, pinned_by_torch, run
 from cases.stock import LR, build_model
 from traffic import UpdateCount, torch_updates
@@ -35,8 +34,6 @@ def config_of(settings: Settings, device: torch.device) -> dict[str, object]:
 
 class Zero:
     def __init__(self, settings: Settings) -> None:
-        if find_spec("deepspeed") is None:
-            raise NotHere("deepspeed is not installed: pip install deepspeed")
         self.settings, self.device = settings, open_torch_device(settings)
         os.environ.update({"DS_SKIP_CUDA_CHECK": "1", **{k: os.environ.get(k, v) for k, v in ONE_RANK.items()}})
         if settings.cpu_threads:

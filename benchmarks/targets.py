@@ -1,0 +1,109 @@
+"""The targets of docs/performance.md, worked out from the lines of a call. A target that the call has no lines for is
+left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rules import Line, name_of
+
+SHAPE, SEQ = "llama-3.2-3b", 1024
+HOST_NBYTES, DRAM_NBYTES, SPARE_GIB = 12.0, 32.0, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """text: what is compared. value: what was measured. bound: at most (or `least`: at least) this."""
+
+    text: str
+    value: float
+    bound: float
+    least: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.bound if self.least else self.value <= self.bound
+
+    def __str__(self) -> str:
+        sign, word = ("at least" if self.least else "at most"), ("met" if self.met else "MISSED")
+        return f"{word:6}  {self.text}: {self.value:.3f}, {sign} {self.bound:g}"
+
+
+def verdicts(lines: Sequence[Line]) -> list[str]:
+    """One line a target, of one call."""
+    return [str(target) for target in targets(lines)]
+
+
+def targets(lines: Sequence[Line]) -> Iterator[Target]:
+    steps = {name_of(line): line for line in lines if line["bench"] == "step"}
+    rates = [line for line in lines if line["bench"] == "optimizer" and line["case"] == "ours"]
+    best = max(rates, key=lambda line: line["gparam_per_s"], default=None)
+    if best is not None:
+        yield Target("native update, share of the stream loop's rate", best["gbps"] / best["stream_gbps"], 0.9, True)
+        yield Target("native update, Gparam/s", best["gparam_per_s"], 3.9, True)
+    first = next(iter(steps.values()), None)
+    if first is None:
+        return
+    yield from _memory(steps)
+    if (first["shape"], first["seq"]) == (SHAPE, SEQ):
+        if first["batch"] == 32:
+            yield from _large_batch(steps, best)
+        if first["batch"] == 4:
+            yield from _small_batch(steps, best)
+    yield from _ratio(steps, "ours-auto:eager", "stock-resident", 1.02)
+    yield from _ratio(steps, "ours-auto:eager", "stock-resident", 0.88)
+    yield from _ratio(steps, "ours-streamed:deferred", "ours-streamed:eager", 1.03)
+
+
+def _ratio(steps: dict[str, Line], name: str, base: str, bound: float) -> Iterator[Target]:
+    if name in steps and base in steps:
+        yield Target(f"{name} over {base}", _s(steps[name]) / _s(steps[base]), bound)
+
+
+def _faster(steps: dict[str, Line], name: str, peers: dict[str, float]) -> Iterator[Target]:
+    for peer, bound in peers.items():
+        if name in steps and peer in steps:
+            yield Target(f"{peer} over {name}", _s(steps[peer]) / _s(steps[name]), bound, least=True)
+
+
+def _s(line: Line) -> float:
+    return line["step_s"]["median"]
+
+
+def _large_batch(steps: dict[str, Line], rate: Line | None) -> Iterator[Target]:
+    yield from _ratio(steps, "ours-resident:eager", "stock-resident", 1.02)
+    yield from _ratio(steps, "ours-streamed:eager", "stock-fwd-bwd", 1.06)
+    yield from _ratio(steps, "ours-auto-24:eager", "stock-fwd-bwd", 1.03)
+    base, clipped = steps.get("stock-fwd-bwd"), steps.get("ours-streamed:deferred")
+    if base is not None and clipped is not None and rate is not None:
+        update_s = clipped["params"] / (rate["gparam_per_s"] * 1e9)
+        bound_s = _s(base) - base["forward_s"] + max(base["forward_s"], update_s)
+        yield Target("ours-streamed:deferred over T_backward + max(T_forward, update)", _s(clipped) / bound_s, 1.05)
+    yield from _faster(
+        steps, "ours-streamed:deferred", {"fsdp2:clip": 1.4, "trainstream:clip": 1.8, "megatrain:clip": 2.4}
+    )
+    yield from _faster(
+        steps,
+        "ours-streamed:eager",
+        {"fsdp2": 1.75, "trainstream": 2.2, "deepspeed-zero3": 2.0, "megatrain": 3.0},
+    )
+
+
+def _small_batch(steps: dict[str, Line], rate: Line | None) -> Iterator[Target]:
+    line = steps.get("ours-streamed:eager")
+    if line is not None and rate is not None:
+        bound_s = DRAM_NBYTES * line["params"] / (rate["stream_gbps"] * 1e9)
+        yield Target("ours-streamed:eager over 32 B a parameter at the stream loop's rate", _s(line) / bound_s, 1.10)
+
+
+def _memory(steps: dict[str, Line]) -> Iterator[Target]:
+    line = steps.get("ours-streamed:eager")
+    if line is None:
+        return
+    grown = line["host_peak_gib"] - line["host_before_gib"]
+    most = HOST_NBYTES * line["params"] / 2**30 + SPARE_GIB
+    if not line["options"]["saved_on_device"]:  # None: all of them; else what is spilled would come on top
+        yield Target("ours-streamed:eager, host GiB over 12 B a parameter + 1 GiB", grown / most, 1.0)
+    if (line["shape"], line["batch"], line["seq"]) == ("qwen3-8b", 1, 1024):
+        yield Target("ours-streamed:eager, GiB allocated on the device", line["gpu_peak_gib"], 3.0)

@@ -1,0 +1,136 @@
+"""The report prints what adds up, and says in a sentence what does not."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+from flops import model_flops
+from report import report, sift, table
+from shapes import shape
+from targets import targets
+
+
+@pytest.fixture
+def call(line):
+    """Three lines of one call."""
+    lines = [line(case) for case in ("stock-fwd-bwd", "stock-resident", "ours-streamed")]
+    return copy.deepcopy(lines)
+
+
+def test_what_was_measured_adds_up_and_is_printed(call, tmp_path, capsys):
+    path = tmp_path / "step.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in call))
+    assert report(path) == 0
+    printed = capsys.readouterr().out
+    assert "tiny, 4 x 16 tokens" in printed
+    for case in ("stock-fwd-bwd", "stock-resident", "ours-streamed:eager"):
+        assert f"\n{case} " in printed
+    assert table(call, markdown=True).count("\n| ") == 4
+
+
+def double(line: dict, key: str) -> None:
+    line[key] *= 2
+
+
+WRONG = {
+    "has no busy": lambda x: x.pop("busy"),
+    "bench is 'stop', must be one of step, optimizer, link, disk": lambda x: x.update(bench="stop"),
+    "times are not in order": lambda x: x["step_s"].update(min=2 * x["step_s"]["max"]),
+    "tokens/s are not 64 tokens": lambda x: double(x, "tokens_per_second"),
+    "TFLOP/s are not what the shape asks for": lambda x: double(x, "tflops"),
+    "lanes are busy for more than the step": lambda x: x["busy"].update(update=1.5),
+    "a loss is not finite": lambda x: x["loss"].append(float("nan")),
+    "parameters were updated in a step, the model has 180800": lambda x: x.update(params_updated=180799),
+    "None parameters were updated": lambda x: x.update(params_updated=None),
+    "its bytes were not measured": lambda x: x.update(bytes=None),
+    "bytes went up, the plan has": lambda x: x["bytes"].update(up=x["bytes"]["up"] * 1.01),
+    "bytes went down, the plan has": lambda x: x["bytes"].update(down=x["bytes"]["down"] * 0.99),
+    "2.90 bytes a parameter went up; streamed, at least 3 do": lambda x: [
+        x[key].update(up=2.9 * x["params"]) for key in ("bytes", "plan_bytes")
+    ],
+    "1.90 bytes a parameter went down; streamed, at least 2 do": lambda x: [
+        x[key].update(down=1.9 * x["params"]) for key in ("bytes", "plan_bytes")
+    ],
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_a_line_that_does_not_add_up_is_rejected_with_the_sentence(call, sentence, tmp_path, capsys):
+    WRONG[sentence](call[-1])
+    path = tmp_path / "step.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in call))
+    assert report(path) == 1
+    captured = capsys.readouterr()
+    assert sentence in captured.err and "does not add up: run a-run ours-streamed: " in captured.err
+    assert "ours-streamed:eager" not in captured.out
+
+
+def large(case: str, median: float, **changes: object) -> dict:
+    """A line of the 3B shape at batch 32, as if it had taken so long."""
+    config, tokens = shape("llama-3.2-3b"), 32 * 1024
+    keys = (
+        "run commit date command gpu torch cpu_threads update gpu_limit_gib pinned_gib predicted_step_s bytes".split()
+    )
+    line = dict.fromkeys([*keys, "plan_bytes", "params_updated"])
+    line |= {"bench": "step", "case": case, "shape": "llama-3.2-3b", "batch": 32, "seq": 1024, "max_grad_norm": 0.0}
+    line |= {"steps": 6, "step_s": dict.fromkeys(("min", "median", "max"), median), "busy": {}, "loss": [12.0, 12.0]}
+    line |= {"tokens_per_second": tokens / median, "tflops": model_flops(config, 32, 1024) / median / 1e12}
+    line |= {"gpu_peak_gib": 12.0, "host_peak_gib": 40.0, "params": 3_212_749_824}
+    return line | changes
+
+
+def faults(*lines: dict) -> list[str]:
+    return sift(list(lines))[1]
+
+
+def test_a_call_in_which_a_peer_or_the_ceiling_is_slower_than_it_was_is_void():
+    base = large("stock-fwd-bwd", 1.36)
+    assert faults(base, large("fsdp2", 2.514), large("stock-resident", 1.40), large("trainstream", 3.30)) == []
+    assert faults(base, large("fsdp2", 2.514 * 1.06)) == [
+        "is void: fsdp2 took 1.959 x stock forward and backward, 1.849 is known of it; measure again"
+    ]
+    assert "is void: stock-resident took" in faults(base, large("stock-resident", 1.379 * 1.06))[0]
+    assert "is void: trainstream took 2.456 x" in faults(base, large("trainstream", 3.34))[0]
+    assert faults(base, large("trainstream", 3.34, max_grad_norm=1.0)) == []  # clipping has a figure of its own
+    assert "is void: trainstream:clip" in faults(base, large("trainstream", 3.51, max_grad_norm=1.0))[0]
+    assert faults(large("fsdp2", 2.514)) == ["has fsdp2 and no stock-fwd-bwd to judge it by"]
+
+
+def test_losses_that_leave_the_ceilings_are_rejected(call):
+    call[-1]["loss"][-1] += 0.01
+    (fault,) = faults(*call)
+    assert fault.startswith("ours-streamed:eager: its losses are up to 0.01 from stock-resident's, allowed are 0.002")
+
+
+def test_a_file_without_results_is_an_input_that_is_wrong(tmp_path, capsys):
+    assert report(tmp_path / "none.jsonl") == 2
+    assert "has no results" in capsys.readouterr().err
+
+
+def test_targets_are_ratios_within_the_call():
+    rate = {"bench": "optimizer", "case": "ours", "gparam_per_s": 4.0, "gbps": 104.0, "stream_gbps": 110.0}
+    ours = {"host_before_gib": 1.0, "options": {"saved_on_device": None}, "max_grad_norm": 0.0}
+    lines = [
+        rate,
+        large("stock-fwd-bwd", 1.36, forward_s=0.35),
+        large("stock-resident", 1.40),
+        large("fsdp2", 2.5),
+        large("fsdp2", 2.6, max_grad_norm=1.0),
+        large("ours-streamed", 1.43, update="eager", **ours),
+        large("ours-streamed", 1.90, update="deferred", **(ours | {"max_grad_norm": 1.0})),
+    ]
+    found = {target.text: target for target in targets(lines)}
+    assert found["ours-streamed:eager over stock-fwd-bwd"].value == pytest.approx(1.43 / 1.36)
+    assert found["ours-streamed:eager over stock-fwd-bwd"].met
+    assert found["fsdp2 over ours-streamed:eager"].value == pytest.approx(2.5 / 1.43)
+    assert not found["fsdp2 over ours-streamed:eager"].met
+    assert found["fsdp2:clip over ours-streamed:deferred"].met is False
+    bound = 1.36 - 0.35 + 3_212_749_824 / 4e9
+    joint = found["ours-streamed:deferred over T_backward + max(T_forward, update)"]
+    assert joint.value == pytest.approx(1.90 / bound) and joint.met
+    host = found["ours-streamed:eager, host GiB over 12 B a parameter + 1 GiB"]
+    assert host.value == pytest.approx(39.0 / (12 * 3_212_749_824 / 2**30 + 1)) and not host.met
+    assert "MISSED" in str(host) and "at most 1" in str(host)

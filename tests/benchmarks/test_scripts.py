@@ -1,0 +1,86 @@
+"""The scripts as they are called: one line of JSON a run, one `run` a call."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import disk
+import link
+import optimizer
+from report import report, sift
+
+STEP = Path(__file__).parents[2] / "benchmarks" / "step.py"
+
+
+def called(monkeypatch: pytest.MonkeyPatch, script: object, out: Path, *words: str) -> list[dict]:
+    monkeypatch.setattr(sys, "argv", [str(script.__file__), *words, "--run", "r1", "--out", str(out)])
+    script.main()
+    lines = [json.loads(text) for text in out.read_text().splitlines()]
+    assert sift(lines)[1] == [] and {line["run"] for line in lines} == {"r1"}
+    assert report(out) == 0
+    return lines
+
+
+def test_link_measures_each_way_alone_and_both_at_once(monkeypatch, tmp_path):
+    lines = called(monkeypatch, link, tmp_path / "l.jsonl", "--gib", "0.002", "--pieces", "1,2", "--repeats", "2")
+    cases = ["h2d", "d2h", "both-h2d", "both-d2h"]
+    assert [(x["case"], x["piece_mib"]) for x in lines] == [(c, p) for p in (1, 2, 2) for c in cases]
+    for line in lines:
+        assert line["gbps"] == pytest.approx(line["nbytes"] / line["step_s"]["median"] / 1e9, rel=0.01, abs=0.01)
+
+
+def test_link_copies_every_byte(tmp_path):
+    import torch
+
+    ways = link.make(1000, torch.device("cpu"), pinned=True)
+    link.seconds(ways, ("h2d", "d2h"), 300)
+    assert torch.equal(ways.device_up, ways.host_up) and torch.equal(ways.host_down, ways.device_down)
+
+
+def test_disk_reads_back_what_it_wrote_and_leaves_nothing(monkeypatch, tmp_path):
+    words = ("--dir", str(tmp_path / "d"), "--gib", "0.0039", "--blocks", "0.0625", "--repeats", "1", "--threads", "1")
+    (tmp_path / "d").mkdir()
+    lines = called(monkeypatch, disk, tmp_path / "d.jsonl", *words)
+    assert [line["case"] for line in lines] == ["write", "read", "mixed-read", "mixed-write"]
+    assert list((tmp_path / "d").iterdir()) == []
+    file, _ = disk.open_direct(tmp_path / "blocks")
+    share = disk.Share(file, 0, 4 * disk.ALIGNED, disk.ALIGNED)
+    written = bytes(share.memory)
+    share.write()
+    share.memory[:] = bytes(disk.ALIGNED)
+    share.read()
+    assert bytes(share.memory)[8:] == written[8:] and share.memory[:8] == (3 * disk.ALIGNED).to_bytes(8, "little")
+    share.close()
+
+
+def test_a_file_too_small_for_its_blocks_is_refused(monkeypatch, tmp_path):
+    with pytest.raises(SystemExit, match="are not 4 blocks of 16777216: raise --gib or lower --blocks"):
+        called(monkeypatch, disk, tmp_path / "d.jsonl", "--dir", str(tmp_path), "--gib", "0.03", "--blocks", "16")
+
+
+def test_the_optimizer_is_measured_beside_the_stream_loop(monkeypatch, tmp_path):
+    words = ("--numel", "40000", "--tile", "16384", "--threads", "1", "--steps", "1", "--only-native")
+    (line,) = called(monkeypatch, optimizer, tmp_path / "o.jsonl", *words)
+    assert line["case"] == "ours" and line["stream_gbps"] > 0
+
+
+def test_a_call_goes_on_past_a_peer_that_is_not_here(tmp_path):
+    out = tmp_path / "step.jsonl"
+    words = "--shape tiny --num-layers 2 --batch 2 --seq 16 --steps 1 --warmup 1 --device cpu --cpu-threads 1".split()
+    command = [sys.executable, str(STEP), *words, "--cases", "megatrain", "ours-streamed:deferred", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert "not here: megatrain: no checkout of MegaTrain: give its folder with --megatrain" in done.stdout
+    (line,) = [json.loads(text) for text in out.read_text().splitlines()]
+    assert line["case"] == "ours-streamed" and line["max_grad_norm"] == 1.0 and line["num_layers"] == 2
+    assert line["command"].startswith("python benchmarks/step.py --shape tiny") and "--worker" not in line["command"]
+
+
+def test_a_case_that_nobody_knows_ends_the_call_before_it_starts():
+    done = subprocess.run([sys.executable, str(STEP), "--cases", "fsdp3"], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 1 and "case is 'fsdp3', must be one of stock-resident" in done.stderr
