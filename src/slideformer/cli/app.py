@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from slideformer.cli.config import config_app, show, validate
 from slideformer.cli.doctor import doctor
+from slideformer.cli.evaluate import evaluate
 from slideformer.cli.export import export
 from slideformer.cli.plan import plan
 from slideformer.cli.train import train
@@ -22,6 +24,10 @@ SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command(context_settings=SETTINGS)(train)
 app.command(context_settings=SETTINGS)(plan)
 app.command()(doctor)
+app.command(context_settings=SETTINGS)(evaluate)
+config_app.command(context_settings=SETTINGS)(show)
+config_app.command(context_settings=SETTINGS)(validate)
+app.add_typer(config_app, name="config")
 app.command()(export)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ CTRL_C = 130
 
 
 @contextmanager
-def told_in_one_sentence(*, debug: bool) -> Iterator[None]:
+def told_in_one_sentence(*, debug: bool, as_json: bool = False) -> Iterator[None]:
     """Turn our own errors inside into a sentence and an exit code; with debug they keep their traceback.
+
+    as_json: print them as an object on standard output, too.
 
     Anything else that is raised is a fault of this program and keeps its traceback.
     """
@@ -27,8 +30,11 @@ def told_in_one_sentence(*, debug: bool) -> Iterator[None]:
     except tuple(kind for kind, _ in CODES) as error:
         if debug:
             raise
+        code = next(code for kind, code in CODES if isinstance(error, kind))
         say(f"error: {error}")
-        raise typer.Exit(next(code for kind, code in CODES if isinstance(error, kind))) from None
+        if as_json:
+            print(json.dumps({"error": str(error), "exit_code": code}))
+        raise typer.Exit(code) from None
     except KeyboardInterrupt:
         if debug:
             raise

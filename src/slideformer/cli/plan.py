@@ -29,7 +29,7 @@ def plan(
     Needs only the model's config.json. Times are those of a machine like the one they were measured on, unless its
     rates are given; `slideformer doctor` measures them.
     """
-    with told_in_one_sentence(debug=debug):
+    with told_in_one_sentence(debug=debug, as_json=as_json):
         config = read_config(settings, context.args)
         from slideformer.train.preview import preview
 

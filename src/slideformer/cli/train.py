@@ -2,28 +2,77 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slideformer.cli.arguments import Debug, Settings, read_config
+from slideformer.cli.arguments import Debug, Json, Settings, read_config
 from slideformer.cli.exits import say, told_in_one_sentence
 
+if TYPE_CHECKING:
+    from slideformer.config import TrainConfig
 
-def train(context: typer.Context, settings: Settings = None, debug: Debug = False) -> None:
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Read the data, check the model and plan, but do not train or write.")
+]
+
+
+def train(
+    context: typer.Context,
+    settings: Settings = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
     """Fine-tune a model as a config file says.
 
-    The result is a Hugging Face folder in output_dir, with metrics.jsonl and run.json beside it.
+    The result is a Hugging Face folder in output_dir, with metrics.jsonl and run.json beside it. With --json what is
+    told of the run goes to standard error.
     """
-    with told_in_one_sentence(debug=debug):
+    with told_in_one_sentence(debug=debug, as_json=as_json):
         config = read_config(settings, context.args)
-        from slideformer.train.console import open_console
         from slideformer.train.stop import Stopped
-        from slideformer.train.trainer import train as run
 
         try:
-            with open_console(sys.stdout) as console:
-                run(config, console)
+            found = _dry_run(config, as_json=as_json) if dry_run else _train(config, as_json=as_json)
         except Stopped as stopped:
             say(str(stopped))
+            if as_json:
+                print(json.dumps({"status": "stopped", "error": str(stopped), "exit_code": 128 + stopped.signum}))
             raise typer.Exit(128 + stopped.signum) from None
+        if as_json:
+            print(json.dumps(found, indent=2))
+
+
+def _train(config: TrainConfig, *, as_json: bool) -> dict[str, object]:
+    from slideformer.train.console import PlainConsole, open_console
+    from slideformer.train.trainer import Trainer
+
+    shown = PlainConsole(sys.stderr) if as_json else open_console(sys.stdout)
+    # Trackers and other packages print as they like; standard output is for the one object.
+    with redirect_stdout(sys.stderr if as_json else sys.stdout), shown as console:
+        with Trainer(args=config, console=console) as trainer:
+            result = trainer.train()
+    return {
+        "status": "finished",
+        "output_dir": config.output_dir,
+        "global_step": result.global_step,
+        "training_loss": result.training_loss,
+        "metrics": dict(result.metrics),
+    }
+
+
+def _dry_run(config: TrainConfig, *, as_json: bool) -> dict[str, object]:
+    from slideformer.train.console import PlainConsole
+    from slideformer.train.only import dry_run
+
+    with PlainConsole(sys.stderr if as_json else sys.stdout) as console:
+        found = dry_run(config, console)
+    if not as_json:
+        print(
+            f"{found.num_steps} steps, {found.steps_per_epoch} an epoch\n\n{found.plan.text()}\n\nnothing was trained"
+        )
+    return found.as_dict()

@@ -52,7 +52,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class Prepared:
     """Everything that is known of a run before the device is asked for anything."""
 
     codec: Codec
@@ -99,7 +99,7 @@ class Trainer:
         self._callbacks = Callbacks(callbacks, self.args, model=self._inputs.module, processing_class=processing_class)
         self._given_console = console
         self._held = ExitStack()
-        self._prepared: _Prepared | None = None
+        self._prepared: Prepared | None = None
         self._built: tuple[Device, Decoder] | None = None
         self._engine: Engine | None = None
         self._has_weights = self._trained = self._closed = False
@@ -129,8 +129,8 @@ class Trainer:
         self._trained = True
         target = Path(config.output_dir)
         with self._closed_on_failure(), self._console() as console:
-            prepared = self._prepare(console)
-            device, decoder = self._build()
+            prepared = self.prepare(console)
+            device, decoder = self.build()
             self._held.enter_context(claimed(target))
             origin = find_origin(config, prepared.batches, decoder, device.kind, console)
             record = RunRecord(target, config, {"data": [r.as_dict() for r in prepared.dataset.reports]})
@@ -172,7 +172,7 @@ class Trainer:
         Raises BadInput when there is none, and as `train` does; then the trainer is closed.
         """
         with self._closed_on_failure(), self._console() as console:
-            prepared = self._prepare(console)
+            prepared = self.prepare(console)
             if not prepared.evaluation:
                 raise BadInput("there is nothing to evaluate: give eval_dataset or val_size")
             engine = self._open(loads=True)
@@ -207,7 +207,8 @@ class Trainer:
 
     # in order
 
-    def _prepare(self, console: Console) -> _Prepared:
+    def prepare(self, console: Console) -> Prepared:
+        """Read the data and check all that needs no device. Raises BadInput."""
         if self._closed:
             raise RunFailed("this Trainer is closed: make another one")
         if self._prepared is not None:
@@ -234,11 +235,11 @@ class Trainer:
         check_parity(
             model_config, attn_implementation=config.attn_implementation, disable_dropout=config.disable_dropout
         )
-        self._prepared = _Prepared(codec, dataset, batches, evaluation, schedule, rule, steps)
+        self._prepared = Prepared(codec, dataset, batches, evaluation, schedule, rule, steps)
         return self._prepared
 
-    def _build(self) -> tuple[Device, Decoder]:
-        """The device, and the model without its weights."""
+    def build(self) -> tuple[Device, Decoder]:
+        """The device, and the model without its weights, whose names and shapes are checked. Raises BadInput."""
         if self._built is None:
             device = self._held.enter_context(open_device(self.args.device))
             decoder = build_decoder(self.args, device.kind, device.torch_device, self._inputs.model_config)
@@ -248,7 +249,7 @@ class Trainer:
 
     def _open(self, *, loads: bool) -> Engine:
         """The engine. loads: with the model's weights, unless it has some."""
-        device, decoder = self._build()
+        device, decoder = self.build()
         if self._engine is None:
             self._engine = self._held.enter_context(Engine(decoder, device, engine_options(self.args)))
         if loads and not self._has_weights:
