@@ -31,13 +31,14 @@ def new_run() -> str:
 
 
 def shared(bench: str, run: str, command: Sequence[str]) -> dict[str, object]:
-    """The keys of every line. command: what was called, without the folder it lies in."""
+    """The keys of every line. command: what was called; of paths, only names are kept."""
+    words = [Path(word).name if word.startswith("/") else word for word in command]
     return {
         "bench": bench,
         "run": run,
         "commit": os.environ.get("COMMIT") or _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", f"benchmarks/{Path(command[0]).name}", *command[1:]]),
+        "command": " ".join(["python", f"benchmarks/{Path(words[0]).name}", *words[1:]]),
         "machine": cpu_name(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),

@@ -14,7 +14,7 @@ TIGHT = 1e-9
 """A norm so small that clipped gradients come near AdamW's epsilon: then a clipped step is another step."""
 
 
-@pytest.mark.parametrize("case", ["ours-streamed", "fsdp2", "stock-resident-bf16"])
+@pytest.mark.parametrize("case", ["ours-streamed", "ours-resident", "fsdp2", "stock-resident-bf16"])
 @pytest.mark.parametrize("max_grad_norm", [0.0, TIGHT])
 def test_a_system_trains_as_the_ceiling_does(measured, case, max_grad_norm):
     changes: dict[str, object] = {"max_grad_norm": max_grad_norm}
@@ -30,7 +30,7 @@ def test_clipping_changes_what_is_learned(measured):
     assert measured("stock-fwd-bwd")["loss"][0] == pytest.approx(free[0], abs=1e-6)
 
 
-@pytest.mark.parametrize("case", ["stock-resident", "stock-resident-bf16", "fsdp2", "ours-streamed"])
+@pytest.mark.parametrize("case", ["stock-resident", "stock-resident-bf16", "fsdp2", "ours-streamed", "ours-resident"])
 def test_every_parameter_is_updated_once_a_step(line, case):
     found = line(case)
     assert found["params_updated"] == found["params"]
@@ -46,6 +46,12 @@ def test_a_streamed_step_moves_the_bytes_of_its_plan(line, changes):
     for way, least in (("up", STREAMED_UP), ("down", STREAMED_DOWN)):
         assert planned[way] <= moved[way] <= planned[way] + words
         assert moved[way] >= least * found["params"]
+
+
+def test_a_resident_step_moves_the_batch_and_the_loss(line):
+    found = line("ours-resident")
+    assert found["plan_bytes"] == {"up": 0, "down": 0}
+    assert max(found["bytes"].values()) <= 64 * found["batch"] * found["seq"]
 
 
 def test_a_step_in_micro_batches_has_the_loss_of_the_whole(measured):

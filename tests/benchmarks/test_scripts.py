@@ -79,6 +79,7 @@ def test_a_call_goes_on_past_a_peer_that_is_not_here(tmp_path):
     (line,) = [json.loads(text) for text in out.read_text().splitlines()]
     assert line["case"] == "ours-streamed" and line["max_grad_norm"] == 1.0 and line["num_layers"] == 2
     assert line["command"].startswith("python benchmarks/step.py --shape tiny") and "--worker" not in line["command"]
+    assert line["command"].endswith("--out step.jsonl")  # names of folders stay where they are
 
 
 def test_a_case_that_nobody_knows_ends_the_call_before_it_starts():
