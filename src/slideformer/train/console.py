@@ -1,16 +1,20 @@
-"""What a person sees of a run: a live line on a terminal, plain lines anywhere else."""
+"""What a person sees of a run: a panel that stays in its place on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Protocol, Self, TextIO
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.live import Live
 from rich.text import Text
 
 from slideformer.memory import size
 from slideformer.train.metrics import Metrics
+from slideformer.train.panel import View, duration, panel
+
+REFRESHES_PER_SECOND = 2  # the clock on the panel; drawing takes about a millisecond
 
 
 class Console(Protocol):
@@ -36,8 +40,11 @@ class Console(Protocol):
 
 
 def open_console(stream: TextIO) -> Console:
-    """A live line if `stream` is a terminal, plain lines otherwise."""
-    return LiveConsole(stream) if stream.isatty() else PlainConsole(stream)
+    """The panel if `stream` is a terminal that can move its cursor, plain lines otherwise."""
+    if not stream.isatty():
+        return PlainConsole(stream)
+    terminal = RichConsole(file=stream, highlight=False)
+    return PlainConsole(stream) if terminal.is_dumb_terminal else LiveConsole(terminal)
 
 
 class PlainConsole:
@@ -70,53 +77,51 @@ class PlainConsole:
 
 
 class LiveConsole:
-    """One line that is drawn anew at every step; everything else scrolls by above it."""
+    """The panel at the foot of the terminal; everything else scrolls by above it. rich redraws it in its own thread."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._console = RichConsole(file=stream, highlight=False)
-        # Drawn when there is something new, so no thread is needed.
-        self._progress = Progress(
-            BarColumn(bar_width=8),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            console=self._console,
-            auto_refresh=False,
+    def __init__(self, terminal: RichConsole, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._terminal, self._now = terminal, now
+        self._view: View | None = None
+        self._live = Live(
+            console=terminal, get_renderable=self._drawn, refresh_per_second=REFRESHES_PER_SECOND, transient=False
         )
-        self._task = self._progress.add_task("", total=None, visible=False)
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        self._live.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._progress.refresh()
-        self._progress.stop()
+        self._live.stop()
+
+    def _drawn(self) -> Text:
+        if self._view is None:
+            return Text("")
+        options = self._terminal.options
+        return panel(self._view, self._now(), width=options.max_width, ascii_only=options.ascii_only)
 
     def note(self, line: str) -> None:
-        self._console.print(Text(line))
+        self._terminal.print(Text(line))
 
     def warn(self, line: str) -> None:
-        self._console.print(Text(f"warning: {line}", style="yellow"))
+        self._terminal.print(Text(f"warning: {line}", style="yellow"))
 
     def begin(self, num_steps: int, tiers: Mapping[str, int]) -> None:
-        self.note("memory: " + "  ".join(f"{tier} {size(nbytes)}" for tier, nbytes in tiers.items()))
+        self._view = View(num_steps, dict(tiers), self._now())
+        self._live.refresh()
 
     def step(self, metrics: Metrics, num_steps: int) -> None:
-        self._progress.update(
-            self._task,
-            total=num_steps,
-            completed=float(metrics["global_step"] or 0),
-            description=step_text(metrics),
-            visible=True,
-            refresh=True,
-        )
+        if self._view is not None:
+            self._view.step(metrics)
+            self._live.refresh()
 
     def evaluation(self, metrics: Metrics) -> None:
-        self._console.print(Text(evaluation_text(metrics), style="bold"))
+        self._terminal.print(Text(evaluation_text(metrics), style="bold"))
+        if self._view is not None:
+            self._view.evaluation(metrics)
 
 
 def step_text(metrics: Metrics) -> str:
-    """Loss, learning rate, norm, speed and time left: about 60 characters, so that a bar fits beside in 80."""
+    """Loss, learning rate, norm, speed and time left."""
     loss, norm = metrics["loss"], metrics.get("grad_norm")
     parts = [
         f"loss {loss:.4f}" if loss is not None else "loss not finite",
@@ -131,13 +136,3 @@ def step_text(metrics: Metrics) -> str:
 def evaluation_text(metrics: Metrics) -> str:
     losses = [f"{k} {v:.4f}" for k, v in metrics.items() if k.endswith("loss") and v is not None]
     return f"evaluation after step {metrics['global_step']}: " + "  ".join(losses)
-
-
-def duration(seconds: float) -> str:
-    """41s, 3m20s, 2h05m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02}m"
