@@ -52,7 +52,9 @@ def cached(folder: Path | None, name: str | None, fill: Fill) -> tuple[Samples, 
     final = None if folder is None or name is None else folder / name
     if final is not None and (found := _found(final)):
         return found
-    partial = _new_folder(folder if final is not None else None)
+    partial = None if final is None else _new_folder(final.parent)
+    if partial is None:
+        final, partial = None, Path(tempfile.mkdtemp(prefix="slideformer-"))
     try:
         with SampleWriter(partial) as writer:
             facts = fill(writer)
@@ -74,29 +76,28 @@ def cached(folder: Path | None, name: str | None, fill: Fill) -> tuple[Samples, 
 
 def _found(final: Path) -> tuple[Samples, Facts] | None:
     """An entry, if it is there and whole."""
+    if not final.is_dir():
+        return None
     try:
         facts = json.loads((final / FACTS).read_text(encoding="utf-8"))
         samples = map_samples(final, facts["files"])
         os.utime(final)
         return samples, facts
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         logging.getLogger(__name__).warning("the encoded rows in %s cannot be read (%s): made anew", final, error)
         shutil.rmtree(final, ignore_errors=True)
         return None
 
 
-def _new_folder(parent: Path | None) -> Path:
-    if parent is not None:
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-            return Path(tempfile.mkdtemp(prefix=PARTIAL, dir=parent))
-        except OSError as error:
-            logging.getLogger(__name__).warning(
-                "encoded rows are not kept: %s cannot be written to (%s); set dataset_cache_dir", parent, error.strerror
-            )
-    return Path(tempfile.mkdtemp(prefix="slideformer-"))
+def _new_folder(parent: Path) -> Path | None:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=PARTIAL, dir=parent))
+    except OSError as error:
+        logging.getLogger(__name__).warning(
+            "encoded rows are not kept: %s cannot be written to (%s); set dataset_cache_dir", parent, error.strerror
+        )
+        return None
 
 
 def _write_facts(path: Path, facts: Facts) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
@@ -90,9 +91,23 @@ def encode_row(row: RawRow, row_format: RowFormat, codec: Codec, rules: Encoding
     if isinstance(content, Block):
         yield from _pieces(content, codec, rules)
         return
-    ids, labels = _ids_and_labels(content, codec, rules, row.where)
+    try:
+        ids, labels = _ids_and_labels(content, codec, rules, row.where)
+    except TypeError:
+        if _has_half_characters(row):
+            raise UnusableRow(Reason.NOT_TEXT, "it has half a character (a surrogate without its pair)") from None
+        raise
     remarks = Remark.NONE if isinstance(content, Text | Tokens) else _remarks(ids, labels, codec, rules)
     yield _fit(ids, labels, row, rules, remarks)
+
+
+def _has_half_characters(row: RawRow) -> bool:
+    r"""JSON may hold "\ud83d" alone, which is no text that a tokenizer takes."""
+    try:
+        json.dumps(row.columns, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _ids_and_labels(content: Content, codec: Codec, rules: EncodingRules, where: str) -> tuple[np.ndarray, np.ndarray]:

@@ -23,6 +23,7 @@ BLOCK_CHARS = 2**20
 character of what it is given at once."""
 READ_CHARS = 2**20
 PARQUET = ".parquet"
+NOT_JSON = (ValueError, RecursionError)  # what json raises: the second for [[[[..., the first also for endless numbers
 TABLE_ROWS = 256  # of a parquet file, turned into Python objects at once
 SPLITS = {
     **{name: "train" for name in ("train", "training")},
@@ -53,6 +54,8 @@ def read_file(path: Path, name: str | None = None) -> Iterator[RawRow]:
         raise BadInput(f"the data file {called} is not UTF-8: {error}") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise BadInput(f"the data file {called} is no complete gzip file: {error}") from None
+    except OSError as error:
+        raise BadInput(f"the data file {called} cannot be read: {error.strerror or error}") from None
 
 
 def files_of(folder: Path, split: str | None) -> tuple[list[Path], list[Path]]:
@@ -106,11 +109,17 @@ def _json_lines(file: TextIO, name: str) -> Iterator[RawRow]:
         if line.strip():
             try:
                 value = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise BadInput(f"{name}:{number}: not valid JSON: {error.msg} at column {error.colno}") from None
+            except NOT_JSON as error:
+                raise BadInput(f"{name}:{number}: not valid JSON: {_why(error)}") from None
             if not isinstance(value, dict):
                 raise BadInput(f"{name}:{number}: expected a JSON object in each line, found a {type(value).__name__}")
             yield RawRow(name, number, value)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return "it is nested too deep" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
 def _json(file: TextIO, name: str) -> Iterator[RawRow]:
@@ -165,6 +174,8 @@ class _JsonValues:
                 if not self._read(amount):
                     raise self.broken(number, error.msg) from None
                 amount *= 2  # a value that spans many stretches is tried anew a few times only
+            except NOT_JSON as error:
+                raise self.broken(number, _why(error)) from None
             else:
                 return value
 

@@ -107,13 +107,16 @@ def _renamed(columns: Mapping[str, object], row_format: RowFormat) -> Mapping[st
 
 
 def _layout(columns: Mapping[str, object], row: RawRow, row_format: RowFormat) -> str:
-    """The name of the layout that fits. A text column that was asked for by name wins over what else there is."""
+    """The name of the layout that fits. One whose columns were named in the config wins over what else there is."""
     asked = row_format.name
-    if asked == "auto" and row_format.text_field != "text" and "text" in columns:
-        asked = "text"
-    for name, needed in NEEDED.items():
-        if asked in ("auto", name) and all(column in columns for column in needed):
-            return name
+    named = {*row_format.columns, *(["text"] if row_format.text_field != "text" else [])}
+    fitting = [
+        name
+        for name, needed in NEEDED.items()
+        if asked in ("auto", name) and all(column in columns for column in needed)
+    ]
+    if fitting:
+        return next((name for name in fitting if named.intersection(NEEDED[name])), fitting[0])
     found = ", ".join(map(str, row.columns)) or "none"
     raise BadInput(f"{row.where}: {_mismatch(asked, found, row_format)}")
 
@@ -148,7 +151,7 @@ def _parsed(value: object) -> object:
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # the second: [[[[... without end
             return value
     return value
 

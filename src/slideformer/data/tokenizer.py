@@ -125,9 +125,12 @@ def _end_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...
     if path.is_file():
         try:
             named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except ValueError as error:
-            raise BadInput(f"{path} is not valid JSON: {error}") from None
-        found += named if isinstance(named, list) else [named]
+            named = named if isinstance(named, list) else [named]
+            if not all(token is None or isinstance(token, int) for token in named):
+                raise ValueError("eos_token_id is neither a number nor a list of numbers")
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise BadInput(f"{path} cannot be read: {error}") from None
+        found += named
     return tuple(dict.fromkeys(token for token in found if token is not None))
 
 

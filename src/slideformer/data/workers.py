@@ -89,13 +89,13 @@ class Encoder:
 
 
 def encode_all(
-    rows: Iterable[RawRow], encoder: Encoder, *, num_proc: int = 1, chunk_rows: int = CHUNK_ROWS
+    rows: Iterable[RawRow], encoder: Encoder, *, num_proc: int = 1, chunk_rows: int | None = None
 ) -> Iterator[Chunk]:
-    """Chunks in the order of the rows. num_proc: processes; 1: this one. chunk_rows: rows of a chunk, if so many.
+    """Chunks in the order of the rows. num_proc: processes; 1: this one.
 
     Raises what reading and encoding raise, for the first row in order that does, and RunFailed if a process dies.
     """
-    groups = _groups(rows, chunk_rows)
+    groups = _groups(rows, chunk_rows or CHUNK_ROWS)
     if num_proc == 1:
         yield from map(encoder.encode, groups)
         return
