@@ -35,7 +35,7 @@ def options_of(settings: Settings, layout: Layout) -> EngineOptions:
     if settings.case == "ours-resident":
         chosen = {"resident": tuple(range(len(layout.units)))}
     elif settings.case == "ours-auto":
-        chosen = {"placement": "auto"}
+        chosen = {"resident": "auto", "keep": "auto"}
     if missing := chosen.keys() - known:
         raise NotHere(f"this engine has no option {', '.join(missing)}, so {settings.case} cannot be run")
     if unknown := settings.engine.keys() - known:
@@ -203,9 +203,9 @@ def _write_trace(settings: Settings, results: list[StepResult]) -> None:
     timelines = [result.timeline() for result in results]
     (folder / f"{name}.json").write_text(timelines[1].chrome_trace())
     text = timelines[1].text(width=150)
-    first_upload = min(s.start_s for s in timelines[2].spans if s.op.kind == "upload")
-    last_update = max(s.end_s for s in timelines[1].spans if s.op.lane == "update")
-    ahead = last_update - first_upload
-    text += f"\nnext step's first upload starts {ahead:.4f} s before this step's last update ends\n"
+    uploads = [s.start_s for s in timelines[2].spans if s.op.kind == "upload"]
+    if uploads:
+        ahead = max(s.end_s for s in timelines[1].spans if s.op.lane == "update") - min(uploads)
+        text += f"\nnext step's first upload starts {ahead:.4f} s before this step's last update ends\n"
     (folder / f"{name}.txt").write_text(text)
     print(text, flush=True)

@@ -124,6 +124,7 @@ class TrainConfig(BaseModel):
     ring: int = Field(4, ge=2)  # staging buffers of one tile
     offload_activations: Literal["auto", "cpu", "none"] = "auto"  # auto: what the device has no room for
     update_ahead: Literal["auto", "none"] = "auto"  # second copies of some state, where clipping would cost time
+    placement: Literal["auto", "stream", "resident"] = "auto"  # auto: on a GPU what has room there and is fastest
     max_gpu_memory: int | None = Field(None, ge=1)
     max_host_memory: int | None = Field(None, ge=1)
     ignore_memory_limits: bool = False  # warn instead of ending where a limit will be exceeded
@@ -153,6 +154,8 @@ class TrainConfig(BaseModel):
     def _as_written(cls, value: object, info: ValidationInfo) -> object:
         """What YAML and command lines make of numbers and words: `no` for "no", "1e3" for 1000, yes for 1."""
         kinds = _kinds(cls.model_fields[info.field_name].annotation)
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError("found text with a NUL byte in it, which no path and no name can have")
         if isinstance(value, bool) and not {bool, True, False} & kinds:
             if value is False and "no" in kinds:
                 return "no"

@@ -44,6 +44,14 @@ CASES = {
     "eager": {"update": "eager", "max_grad_norm": 0.0},
     "deferred": {"update": "deferred", "max_grad_norm": 1.0},
     "ahead": {"update": "deferred", "max_grad_norm": 10.0, "ahead": (0, 1, 2, 5, 9)},
+    "some resident": {"update": "eager", "max_grad_norm": 0.0, "resident": (0, 1, 2, 3, 17), "keep": (1, 3)},
+    "all resident": {
+        "update": "deferred",
+        "max_grad_norm": 1.0,
+        "micro_batches": 2,
+        "resident": tuple(range(18)),
+        "keep": (2, 3, 4, 5),
+    },
     "spilled, two micro-batches": {
         "update": "deferred",
         "max_grad_norm": 1.0,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from reprlib import Repr
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -116,7 +117,7 @@ REQUIRED = ("model_name_or_path", "dataset")
 NOT_YET = frozenset(
     (
         *("num_workers", "dataloader_num_workers"),
-        *("push_to_hub", "hub_model_id", "placement", "offload_dir"),
+        *("push_to_hub", "hub_model_id", "offload_dir"),
         *("offload_optimizer", "nvme_offload_fraction", "ac_offload_nvme"),
     )
 )
@@ -190,8 +191,15 @@ def _sentence(error: ValidationError, settings: dict[str, Setting]) -> str:
         return f"{settings[name].where}: {name}: unknown key {place[-1]}: {hint}"
     inner = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place[1:] if _is_visible(part))
     text = " or ".join(_plain(e) for e in error.errors() if e["loc"][:1] == place[:1])
-    found = "" if first["type"] == "value_error" else f"found {first['input']!r}, "
+    found = "" if first["type"] == "value_error" else f"found {_short(first['input'])}, "
     return f"{settings[name].where}: {name}{inner}: {found}{text}"
+
+
+def _short(value: object) -> str:
+    """As Python writes it, cut: with YAML's aliases a few lines make a value whose text fills the memory."""
+    short = Repr()
+    short.maxlevel, short.maxstring, short.maxother = 3, 200, 200
+    return short.repr(value)
 
 
 def _is_visible(part: int | str) -> bool:

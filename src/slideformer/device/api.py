@@ -7,11 +7,14 @@ launches work on the lane's stream, and the thread of a host lane does host work
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from slideformer.errors import BadInput, RunFailed
+
+MEASURED_RUNS = 3
+"""Of a piece of work that is measured: the best counts, whatever else the machine does only ever makes it slower."""
 
 
 class LaneFailure(RunFailed):
@@ -24,6 +27,15 @@ class LaneFailure(RunFailed):
         super().__init__(f"lane {lane} failed in {label}: {type(cause).__name__}: {cause}")
         self.lane, self.label, self.heard = lane, label, False
         self.__cause__ = cause
+
+
+class Measured(NamedTuple):
+    """What a piece of work took. peak_nbytes: device memory beside what was allocated before, at most; held_nbytes:
+    while its result is alive. Both are 0 where the device's memory is the host's."""
+
+    seconds: float
+    peak_nbytes: int
+    held_nbytes: int
 
 
 class Mark(Protocol):
@@ -115,6 +127,14 @@ class Device(Protocol):
 
     def free_nbytes(self) -> int | None:
         """Device memory that can still be allocated; None where it is the host's."""
+        ...
+
+    def measure(self, work: Callable[[], object]) -> Measured:
+        """Run work a few times in the calling thread, beside nothing else, and wait for the device; the best time."""
+        ...
+
+    def limit_memory(self, nbytes: int) -> None:
+        """Let nothing of this process take more device memory; does nothing where it is the host's."""
         ...
 
     def close(self) -> None: ...

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from slideformer.device.api import Lane, LaneFailure
+from slideformer.device.api import MEASURED_RUNS, Lane, LaneFailure, Measured
 from slideformer.device.lanes import Fault, HostMark, ThreadLane
 
 
@@ -82,6 +82,17 @@ class CpuDevice:
 
     def free_nbytes(self) -> None:
         return None
+
+    def measure(self, work: Callable[[], object]) -> Measured:
+        times = []
+        for _ in range(MEASURED_RUNS):
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+        return Measured(min(times), 0, 0)
+
+    def limit_memory(self, nbytes: int) -> None:
+        pass
 
     def close(self) -> None:
         for lane in self._lanes:

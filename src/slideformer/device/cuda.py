@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from slideformer.device.api import Lane, LaneFailure
+from slideformer.device.api import MEASURED_RUNS, Lane, LaneFailure, Measured
 from slideformer.device.lanes import Fault, HostMark, ThreadLane
 from slideformer.errors import DoesNotFit
 
@@ -186,6 +186,33 @@ class CudaDevice:
     def reserved_nbytes(self) -> int:
         """Most memory that torch's allocator held at once, used or not."""
         return torch.cuda.max_memory_reserved(self.torch_device)
+
+    def measure(self, work: Callable[[], object]) -> Measured:
+        """Once to warm up, which is when memory is looked at. Gives back what the allocator then holds unused."""
+        where = self.torch_device
+        torch.cuda.synchronize(where)
+        before = torch.cuda.memory_allocated(where)
+        torch.cuda.reset_peak_memory_stats(where)
+        result = work()
+        torch.cuda.synchronize(where)
+        peak, held = torch.cuda.max_memory_allocated(where) - before, torch.cuda.memory_allocated(where) - before
+        times = []
+        for _ in range(MEASURED_RUNS):
+            del result
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            result = work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        del result
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(where)
+        return Measured(min(times), peak, held)
+
+    def limit_memory(self, nbytes: int) -> None:
+        total = torch.cuda.get_device_properties(self.torch_device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0), self.torch_device)
 
     def close(self) -> None:
         for lane in self._lanes:

@@ -16,11 +16,14 @@ from slideformer.data.batches import MicroBatch
 from slideformer.device import Device
 from slideformer.engine.actions import DeviceActions
 from slideformer.engine.ahead import auto_ahead
+from slideformer.engine.costs import Costs
 from slideformer.engine.executor import Executor
 from slideformer.engine.feed import Feed, build_feed
-from slideformer.engine.fit import plans_of, require_fit, saved_that_fit
+from slideformer.engine.fit import plans_of, require_fit
 from slideformer.engine.host_actions import HostActions
 from slideformer.engine.options import EngineOptions
+from slideformer.engine.placement import Room, place
+from slideformer.engine.probe import probe
 from slideformer.engine.resident import ResidentUpdates
 from slideformer.engine.run import Run, StepResult
 from slideformer.errors import BadInput, RunFailed
@@ -35,8 +38,9 @@ from slideformer.schedule import Plan, build_evaluation, build_step, prove
 class Engine:
     """Context manager: `close` ends its threads (not the device's other lanes' owners: the device is the caller's).
 
-    plan: of a full training step. options: as given; step_options: what the plans were built with. budget: bytes
-    allocated, by term and tier.
+    plan: of a full training step. options: as given, with what was "auto" decided; step_options: what the plans were
+    built with. budget: bytes allocated, by term and tier. costs, predicted_step_s: what was measured at the start and
+    the step time that it promises; None on the CPU.
     """
 
     def __init__(
@@ -50,16 +54,13 @@ class Engine:
         self._shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
         self._num_positions = _num_positions(decoder)
         self._closed = False
-        if options.saved_on_device == "auto":
-            self.options = options = replace(options, saved_on_device=self._saved())
-        self.budget = self._require_fit()
+        self.costs: Costs | None = None
+        self.predicted_step_s: float | None = None
         self._own_kernels = kernels is None
         self.kernels = kernels or load(options.cpu_threads or _update_threads(device))
         try:
-            if options.ahead == "auto":
-                ahead = auto_ahead(self.layout, options, self.budget, device, self.kernels)
-                self.options = options = replace(options, ahead=ahead)
-                self.budget = self._require_fit() if ahead else self.budget
+            self._settle()
+            options = self.options
             self.step_options = options.step_options(self.layout, decoder.dtype)
             self._plans: dict[tuple[bool, int], Plan] = {}
             self.plan = self._plan(trains=True, micro_batches=options.micro_batches)
@@ -82,18 +83,32 @@ class Engine:
         actions = {**device_actions, **self._host.table()}
         self.executor = Executor(device, buffers, actions)
 
-    def _saved(self) -> int | None:
-        """Hidden states that stay on the device: as many as its memory, or the limit given for it, has room for."""
-        limits = [n for n in (self.device.free_nbytes(), self.options.max_gpu_memory) if n is not None]
-        if self.device.kind == "cpu":
-            limits = []
-        return saved_that_fit(
-            self.layout,
-            self.options,
-            hidden_size=self.decoder.hidden_size,
-            dtype=self.decoder.dtype,
-            device_nbytes=min(limits, default=None),
-        )
+    def _settle(self) -> None:
+        """Decide what is left to be decided: on a device of its own by its memory and short measurements, on the CPU
+        without, since nothing is gained there by keeping anything elsewhere."""
+        options, decoder, device = self.options, self.decoder, self.device
+        limits = [n for n in (device.free_nbytes(), options.max_gpu_memory) if n is not None]
+        if device.kind == "cpu":
+            saved = None if options.saved_on_device == "auto" else options.saved_on_device
+            self.options = replace(
+                options,
+                saved_on_device=saved,
+                resident=options.step_options(self.layout, decoder.dtype).resident,
+                keep=() if options.keep == "auto" else options.keep,
+                ahead=() if options.ahead == "auto" else options.ahead,
+            )
+            self.budget = self._require_fit()
+            return
+        if options.max_gpu_memory is not None:
+            device.limit_memory(options.max_gpu_memory)
+        self.costs = costs = probe(decoder, device, options, self.kernels)
+        room = Room(self.layout, options, costs, decoder.hidden_size, decoder.dtype, min(limits))
+        self.options = options = place(room)
+        self.budget = self._require_fit()
+        if options.ahead == "auto":
+            self.options = replace(options, ahead=auto_ahead(self.layout, options, self.budget, costs))
+            self.budget = self._require_fit()
+        self.predicted_step_s = room.step_s(self.options)
 
     def _require_fit(self) -> Budget:
         decoder = self.decoder
@@ -103,6 +118,7 @@ class Engine:
             hidden_size=decoder.hidden_size,
             dtype=decoder.dtype,
             device_kind=self.device.kind,
+            costs=self.costs,
         )
 
     def _plan(self, *, trains: bool, micro_batches: int) -> Plan:

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import torch
 
+from slideformer.engine.costs import Costs
 from slideformer.engine.options import EngineOptions
 from slideformer.errors import DoesNotFit
-from slideformer.kernels.linear_cross_entropy import CHUNK_TOKENS
 from slideformer.layout import Layout
 from slideformer.memory import Budget, Limit, budget, host_limit, resident_nbytes, size
 from slideformer.schedule import Plan, build_evaluation, build_step
@@ -29,25 +29,41 @@ def plans_of(layout: Layout, options: EngineOptions, dtype: torch.dtype) -> list
     return [build(layout, replace(full, micro_batches=m)) for m in counts for build in (build_step, build_evaluation)]
 
 
-def budget_of(layout: Layout, options: EngineOptions, *, hidden_size: int, dtype: torch.dtype) -> Budget:
+def budget_of(
+    layout: Layout, options: EngineOptions, *, hidden_size: int, dtype: torch.dtype, costs: Costs | None = None
+) -> Budget:
     """Bytes by term and tier that an engine allocates for this layout (`decoder.layout`) and these options.
 
-    hidden_size, dtype: the decoder's. Pure arithmetic, some milliseconds a block; needs no weights and no device.
-    On the CPU backend both tiers are the host's memory: `.on_one_tier()`.
+    hidden_size, dtype: the decoder's. costs: what torch's allocator takes beside the plan's buffers is counted too.
+    Pure arithmetic, some milliseconds a block; needs no weights and no device. On the CPU backend both tiers are the
+    host's memory: `.on_one_tier()`.
     """
-    return budget(plans_of(layout, options, dtype), layout, options.batch_shape(hidden_size, dtype))
+    found = budget(plans_of(layout, options, dtype), layout, options.batch_shape(hidden_size, dtype))
+    if costs is not None:
+        of_block = dict(zip(layout.blocks, costs.blocks, strict=True))
+        kept = () if options.keep == "auto" else options.keep
+        found.device["working memory"] = costs.workspace_nbytes
+        if kept:
+            found.device["kept for backward"] = options.micro_batches * sum(of_block[u].kept_nbytes for u in kept)
+    return found
 
 
 def require_fit(
-    layout: Layout, options: EngineOptions, *, hidden_size: int, dtype: torch.dtype, device_kind: str
+    layout: Layout,
+    options: EngineOptions,
+    *,
+    hidden_size: int,
+    dtype: torch.dtype,
+    device_kind: str,
+    costs: Costs | None = None,
 ) -> Budget:
     """The budget, if it fits; else DoesNotFit with the terms, largest first, and the cheapest changes.
 
-    Limits: max_gpu_memory for the device's buffers; max_host_memory for state and host buffers; and for these with
-    what the process takes already, the memory of the machine or its container. On the "cpu" device the device's buffers
-    count as the host's. With options.ignore_memory_limits it is a warning.
+    Limits: max_gpu_memory for the device's buffers, and with `costs` for working memory; max_host_memory for state and
+    host buffers; and for these with what the process takes already, the memory of the machine or its container. On the
+    "cpu" device the device's buffers count as the host's. With options.ignore_memory_limits it is a warning.
     """
-    found = budget_of(layout, options, hidden_size=hidden_size, dtype=dtype)
+    found = budget_of(layout, options, hidden_size=hidden_size, dtype=dtype, costs=costs)
 
     def placed(b: Budget) -> Budget:
         return b.on_one_tier() if device_kind == "cpu" else b
@@ -59,7 +75,7 @@ def require_fit(
     host = left if given is None else min(given, left)
 
     def excess_nbytes(trial: EngineOptions) -> int:
-        trial_budget = placed(budget_of(layout, trial, hidden_size=hidden_size, dtype=dtype))
+        trial_budget = placed(budget_of(layout, trial, hidden_size=hidden_size, dtype=dtype, costs=costs))
         return sum(max(over, 0) for over in trial_budget.excess(device, host))
 
     try:
@@ -71,36 +87,10 @@ def require_fit(
     return found
 
 
-def workspace_nbytes(layout: Layout, options: EngineOptions, *, hidden_size: int, dtype: torch.dtype) -> int:
-    """About what torch's allocator takes on the device for the time of one op; more than was seen, never less.
-
-    A block that is run again keeps what its matrix products read and write, and their gradients; the head keeps a chunk
-    of logits. Llama-3.2-3B shape, 32 x 1024, liger's kernels: 3.4 GiB seen (H200, 2026-11-30), 8.2 GiB here.
-    """
-    tokens = options.micro_batch_size * options.max_length
-    widths = max(
-        sum(max(p.shape) for p in layout.units[u].params if len(p.shape) > 1) + 16 * hidden_size for u in layout.blocks
-    )
-    vocabulary = layout.units[layout.output].params[0].shape[0]
-    logits = min(CHUNK_TOKENS, tokens) * vocabulary
-    return dtype.itemsize * max(3 * tokens * widths, 2 * logits)
-
-
-def saved_that_fit(
-    layout: Layout, options: EngineOptions, *, hidden_size: int, dtype: torch.dtype, device_nbytes: int | None
-) -> int | None:
-    """How many hidden states can stay on a device with so much memory beside all else (None: any number)."""
-    if device_nbytes is None:
-        return None
-    none = replace(options, saved_on_device=0)
-    used = budget_of(layout, none, hidden_size=hidden_size, dtype=dtype).device_nbytes
-    used += workspace_nbytes(layout, options, hidden_size=hidden_size, dtype=dtype)
-    each = options.batch_shape(hidden_size, dtype).micro_tokens * hidden_size * dtype.itemsize
-    return min(max((device_nbytes - used) // each, 0), options.most_saved(layout))
-
-
 _CHEAPER: tuple[Callable[[EngineOptions], EngineOptions], ...] = (
     lambda o: replace(o, ahead=()),
+    lambda o: replace(o, keep=()),
+    lambda o: replace(o, resident=()),
     lambda o: replace(o, grad_slots=1),
     lambda o: replace(o, saved_on_device=0),
     lambda o: replace(o, window=1),
@@ -118,6 +108,7 @@ _CHEAPER: tuple[Callable[[EngineOptions], EngineOptions], ...] = (
 
 _TOGETHER = (
     ("ahead",),
+    ("resident", "keep"),
     ("grad_slots",),
     ("saved_on_device",),
     ("window",),

@@ -26,7 +26,7 @@ class EngineOptions:
     ignore_memory_limits: warn and go on where a limit will be exceeded. ahead: units (indices into the layout) that the
     deferred update writes ahead of the verdict, into a second copy of their state; "auto": on CUDA those that would
     hold up the next forward, as far as host memory is spare. resident: units whose state is on the device, which are
-    updated there; keep: blocks among them that are not run again in backward.
+    updated there; keep: blocks among them that are not run again in backward; "auto": what is fastest and has room.
     """
 
     micro_batch_size: int = 1
@@ -49,8 +49,8 @@ class EngineOptions:
     max_host_memory: int | None = None
     ignore_memory_limits: bool = False
     ahead: tuple[int, ...] | Literal["auto"] = "auto"
-    resident: tuple[int, ...] = ()
-    keep: tuple[int, ...] = ()
+    resident: tuple[int, ...] | Literal["auto", "all"] = ()
+    keep: tuple[int, ...] | Literal["auto"] = ()
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "max_length", "micro_batches", "window", "grad_slots", "ring"):
@@ -82,13 +82,18 @@ class EngineOptions:
 
     def most_saved(self, layout: Layout) -> int:
         """Hidden states of a step that are worth a place on the device: every block's inputs, and a gradient each."""
-        return (len(layout.blocks) - len(set(self.keep) & set(layout.blocks)) + 1) * self.micro_batches
+        kept = () if self.keep == "auto" else set(self.keep) & set(layout.blocks)
+        return (len(layout.blocks) - len(kept) + 1) * self.micro_batches
 
     def step_options(self, layout: Layout, dtype: torch.dtype) -> StepOptions:
         num_blocks = len(layout.blocks)
         most = self.most_saved(layout)
         pool = min(self.saved_on_device, most) if isinstance(self.saved_on_device, int) else most
         ahead = () if self.ahead == "auto" or self.update == "eager" else self.ahead
+        resident = self.resident if isinstance(self.resident, tuple) else ()
+        if self.resident == "all":
+            resident = tuple(range(len(layout.units)))
+        keep = () if self.keep == "auto" else self.keep
         return StepOptions(
             window=min(self.window, num_blocks),
             grad_slots=min(self.grad_slots, num_blocks),
@@ -98,7 +103,7 @@ class EngineOptions:
             hidden_ring=self.hidden_ring,
             update=Update(self.update),
             fp32_compute=dtype is torch.float32,
-            ahead=tuple(u for u in ahead if layout.units[u].train_numel and u not in self.resident),
-            resident=self.resident,
-            keep=self.keep,
+            ahead=tuple(u for u in ahead if layout.units[u].train_numel and u not in resident),
+            resident=resident,
+            keep=keep,
         )

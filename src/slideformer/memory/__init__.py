@@ -4,7 +4,7 @@ from slideformer.memory.budget import Budget, Limit, budget, size
 from slideformer.memory.buffers import BatchShape, Cell, Need, Tier, allocate, needs
 from slideformer.memory.host import Arena
 from slideformer.memory.machine import host_limit, resident_nbytes
-from slideformer.memory.state import Home, Moments, State, Twin
+from slideformer.memory.state import Home, Moments, State, Twin, home_nbytes
 
 __all__ = [
     "Arena",
@@ -20,6 +20,7 @@ __all__ = [
     "Twin",
     "allocate",
     "budget",
+    "home_nbytes",
     "host_limit",
     "needs",
     "resident_nbytes",

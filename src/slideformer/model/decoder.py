@@ -90,6 +90,11 @@ class Decoder:
         """Bytes of the model's buffers on the device."""
         return sum(b.numel() * b.element_size() for b in self._model.buffers())
 
+    def block_kind(self, index: int) -> str:
+        """Of the block at `index` among the blocks: "full_attention" and the like, where the model tells them apart."""
+        kinds = getattr(self._model.config, "layer_types", None)
+        return "" if kinds is None else str(kinds[index])
+
     def views(self, unit: int, flat: torch.Tensor, *, requires_grad: bool = False) -> dict[str, torch.Tensor]:
         """Parameters of a unit by name, as views of its flat vector. `flat` may be longer (a slot); it needs no grad.
 

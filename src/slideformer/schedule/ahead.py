@@ -13,13 +13,16 @@ SLACK = 0.08
 """Share of a forward pass that an update may hold it up: 2% of a step, which takes about four times as long."""
 
 
-def choose_ahead(layout: Layout, *, update_per_forward: float, room_numel: int) -> tuple[int, ...]:
+def choose_ahead(
+    layout: Layout, *, update_per_forward: float, room_numel: int, resident: tuple[int, ...] = ()
+) -> tuple[int, ...]:
     """The fewest units, in forward order, so that updates of the others hardly hold up the forward.
 
     update_per_forward: how many times longer a parameter's update takes than its share of a forward pass.
     room_numel: parameters that there is memory for a second copy of; when it is short, the first units get it.
+    resident: units that are updated on the device.
     """
-    trained = [i for i, u in enumerate(layout.units) if u.train_numel]
+    trained = [i for i, u in enumerate(layout.units) if u.train_numel and i not in resident]
     needed_at = []
     passed = 0.0
     for unit in layout.units:

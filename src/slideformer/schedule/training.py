@@ -42,8 +42,9 @@ class _TrainingProgram(Program):
         saved = [value for value in saved if not self.keeps(self.blocks[value[1]])]
         room = options.hidden_pool - self.pooled_grads
         self.pooled_inputs = set(saved[max(len(saved) - room, 0) :])
-        # the head's inputs need positions only until the gradients take them, but for one that is there beside the last
-        self.pooled_inputs |= {("x", num_blocks, m) for m in range(self.pooled_grads - 1)}
+        # inputs that are not saved need positions only until the gradients take them, but for one beside the last
+        passing = [num_blocks, *(b for b in range(num_blocks) if self.keeps(self.blocks[b]))]
+        self.pooled_inputs |= {("x", b, m) for b in passing for m in range(self.pooled_grads - 1)}
         self.next_ring = 0
         downward = [u for u in reversed(self.blocks) if self.trained[u] and not self.grad_waits(u)]
         self.grad_slot = {unit: i % options.grad_slots for i, unit in enumerate(downward)}

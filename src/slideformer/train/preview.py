@@ -9,11 +9,11 @@ import torch
 from slideformer.config import TrainConfig
 from slideformer.device.cuda import cuda_available
 from slideformer.engine import EngineOptions, budget_of, require_fit
-from slideformer.engine.fit import saved_that_fit
+from slideformer.engine.costs import ASSUMED, Costs, Rates, assumed, cost_of, largest_block_numel
+from slideformer.engine.placement import Room, place
 from slideformer.memory import Budget, size
 from slideformer.model.decoder import Decoder
 from slideformer.schedule import Timeline, build_step, prove, simulate
-from slideformer.train.rates import ASSUMED, Rates, costs, largest_block_numel
 from slideformer.train.setup import build_decoder, engine_options
 
 JOINED_RUNS = 3  # the second of three steps has one before and one after it, as most steps have
@@ -30,6 +30,7 @@ class Preview:
     options: EngineOptions
     budget: Budget
     rates: Rates
+    costs: Costs | None
     timeline: Timeline
 
     @property
@@ -46,6 +47,7 @@ class Preview:
             hidden_size=decoder.hidden_size,
             dtype=decoder.dtype,
             device_kind=self.device_kind,
+            costs=self.costs,
         )
 
     def as_dict(self) -> dict[str, object]:
@@ -119,29 +121,31 @@ def preview(
     """
     kind = config.device if config.device != "auto" else "cuda" if cuda_available() else "cpu"
     decoder = build_decoder(config, kind, torch.device("cpu"))
-    options = _settled(engine_options(config), decoder)
+    rates = ASSUMED[kind].known(flops=flops, link_nbytes=link_nbytes, update_numel=update_numel)
+    given = engine_options(config)
+    shape = given.batch_shape(decoder.hidden_size, decoder.dtype)
+    costs = assumed(decoder.layout, shape, rates)
+    options = _settled(given, decoder, costs, kind)
     step_options = options.step_options(decoder.layout, decoder.dtype)
     plan = build_step(decoder.layout, step_options)
     prove(plan, decoder.layout, step_options)
-    rates = ASSUMED[kind].scaled(flops=flops, link_nbytes=link_nbytes, update_numel=update_numel)
-    shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
-    timeline = simulate(plan, costs(decoder.layout, shape, decoder.vocab_size, rates), runs=JOINED_RUNS)
-    found = budget_of(decoder.layout, options, hidden_size=decoder.hidden_size, dtype=decoder.dtype)
-    return Preview(config, kind, decoder, options, found, rates, timeline)
+    timeline = simulate(plan, cost_of(decoder.layout, shape, costs), runs=JOINED_RUNS)
+    beside = costs if kind == "cuda" else None
+    sizes = {"hidden_size": decoder.hidden_size, "dtype": decoder.dtype}
+    found = budget_of(decoder.layout, options, **sizes, costs=beside)
+    return Preview(config, kind, decoder, options, found, rates, beside, timeline)
 
 
-def _settled(options: EngineOptions, decoder: Decoder) -> EngineOptions:
+def _settled(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str) -> EngineOptions:
     """What the engine decides by the room there is, decided by max_gpu_memory alone: no device is asked here."""
-    saved = options.saved_on_device
-    if saved == "auto":
-        saved = saved_that_fit(
-            decoder.layout,
-            options,
-            hidden_size=decoder.hidden_size,
-            dtype=decoder.dtype,
-            device_nbytes=options.max_gpu_memory,
-        )
-    return replace(options, saved_on_device=saved, ahead=() if options.ahead == "auto" else options.ahead)
+    ahead = () if options.ahead == "auto" else options.ahead
+    if kind == "cpu" or options.max_gpu_memory is None:
+        saved = None if options.saved_on_device == "auto" else options.saved_on_device
+        resident = options.step_options(decoder.layout, decoder.dtype).resident
+        keep = () if options.keep == "auto" else options.keep
+        return replace(options, saved_on_device=saved, resident=resident, keep=keep, ahead=ahead)
+    room = Room(decoder.layout, options, costs, decoder.hidden_size, decoder.dtype, options.max_gpu_memory)
+    return replace(place(room), ahead=ahead)
 
 
 def _table(tier: str, terms: dict[str, int]) -> list[str]:

@@ -49,6 +49,8 @@ def engine_options(config: TrainConfig) -> EngineOptions:
         grad_slots=config.grad_slots,
         ring=config.ring,
         saved_on_device=saved[config.offload_activations],
+        resident={"auto": "auto", "stream": (), "resident": "all"}[config.placement],
+        keep=() if config.placement == "stream" else "auto",
         ahead="auto" if config.update_ahead == "auto" else (),
         update=config.update_program,
         max_grad_norm=config.max_grad_norm,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from slideformer.engine.costs import Rates, assumed, cost_of, largest_block_numel
 from slideformer.layout import Layout, Param, Unit, UnitKind
 from slideformer.memory import BatchShape
 from slideformer.schedule import LaneName, Op, OpKind, StepOptions, Update, build_step
-from slideformer.train.rates import Rates, costs, largest_block_numel
 
 VOCAB, HIDDEN = 100, 8
 TABLE = Unit("table", UnitKind.TABLE, (Param("embed", (VOCAB, HIDDEN)),))
 BLOCK = Unit("block.0", UnitKind.BLOCK, (Param("w", (8, 32)), Param("frozen", (8, 16), trainable=False)))
 LAYOUT = Layout((TABLE, BLOCK), tile_numel=256, tied=True)
 SHAPE = BatchShape(2, 3, 5, HIDDEN, torch.bfloat16)  # 2 micro-batches of 3 x 5 tokens
-RATES = Rates(flops=1000.0, link_nbytes=10.0, update_numel=7.0, host_nbytes=20.0)
+RATES = Rates(flops=1000.0, link_nbytes=10.0, update_numel=7.0, host_nbytes=20.0, device_nbytes=50.0)
 TOKENS, ROWS = 15, 30
 
 
@@ -36,23 +36,28 @@ TOKENS, ROWS = 15, 30
         (OpKind.UPDATE_ROWS, 0, 0, 256 * ROWS / VOCAB / 7),
         (OpKind.UPDATE_REST, 0, 0, 256 * (1 - ROWS / VOCAB) / 7),
         (OpKind.REPORT, 1, -1, 0.0),
+        (OpKind.FORWARD_KEEP, 1, -1, 2 * 384 * TOKENS / 1000),
+        (OpKind.BACKWARD_KEPT, 1, -1, 2 * 2 * 384 * TOKENS / 1000),
+        (OpKind.UPDATE_RESIDENT, 1, -1, 256 * 26 / 50),
+        (OpKind.UPDATE_RESIDENT_TABLE, 0, -1, VOCAB * HIDDEN * 26 / 50),
+        (OpKind.PICK_ROWS, 0, -1, 2 * ROWS * HIDDEN * 2 / 50),
     ],
 )
 def test_an_op_takes_its_bytes_or_operations_over_the_rate(kind, unit, tile, seconds) -> None:
     op = Op(kind, LaneName.COMPUTE, (), unit=unit, tile=tile)
-    assert costs(LAYOUT, SHAPE, VOCAB, RATES)(op) == pytest.approx(seconds)
+    assert cost_of(LAYOUT, SHAPE, assumed(LAYOUT, SHAPE, RATES))(op) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("update", Update)
 def test_every_parameter_is_updated_once_in_the_time_of_a_plan(update) -> None:
     plan = build_step(LAYOUT, StepOptions(window=1, grad_slots=1, micro_batches=2, hidden_pool=9, update=update))
-    cost_s = costs(LAYOUT, SHAPE, VOCAB, RATES)
+    cost_s = cost_of(LAYOUT, SHAPE, assumed(LAYOUT, SHAPE, RATES))
     spent = sum(cost_s(op) for op in plan.ops if op.lane is LaneName.UPDATE)
     assert spent == pytest.approx(LAYOUT.train_numel / 7)
 
 
 def test_rates_that_are_known_replace_assumed_ones() -> None:
-    assert RATES.scaled(flops=5.0, link_nbytes=None, update_numel=None) == Rates(5.0, 10.0, 7.0, 20.0)
+    assert RATES.known(flops=5.0, link_nbytes=None, update_numel=None) == Rates(5.0, 10.0, 7.0, 20.0, 50.0)
 
 
 def test_a_slot_holds_the_largest_block() -> None:

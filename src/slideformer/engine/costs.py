@@ -1,0 +1,177 @@
+"""What the ops of one model and batch take on a machine: seconds on a virtual clock, and device memory for a while.
+
+From rates alone, for whoever has no machine at hand, or measured on the device (probe.py). Blocks are told apart, since
+a model may have several kinds of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from slideformer.kernels.linear_cross_entropy import CHUNK_TOKENS
+from slideformer.layout import Layout, UnitKind
+from slideformer.memory import BatchShape
+from slideformer.schedule import Op, OpKind
+
+UPDATE_NBYTES = 26
+"""Memory traffic of the update of a parameter with a bf16 gradient: it reads 14 bytes and writes 12."""
+
+COPIED_NBYTES = 6
+"""Host memory traffic of a streamed parameter beside its update: two uploads and a landing gradient, 2 bytes each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a machine does in a second, when it does nothing else."""
+
+    flops: float  # of a training step's matrix products
+    link_nbytes: float  # host to device, and as much back at the same time
+    update_numel: float  # parameters through the optimizer
+    host_nbytes: float  # copies within the host
+    device_nbytes: float  # memory traffic of the device
+
+    def known(self, *, flops: float | None, link_nbytes: float | None, update_numel: float | None) -> Rates:
+        """The same with what was measured elsewhere in place of these (None: as it is)."""
+        given = {"flops": flops, "link_nbytes": link_nbytes, "update_numel": update_numel}
+        return replace(self, **{name: rate for name, rate in given.items() if rate})
+
+
+# cuda: an H200 with 16 cores of Sapphire Rapids class, 2026-11-30 (bf16 training at batch 32 x 1024; page-locked copies
+# both ways at once; AdamW on the split master). cpu: 2 cores of a virtual machine, fp32.
+ASSUMED = {
+    "cuda": Rates(flops=480e12, link_nbytes=50e9, update_numel=4.1e9, host_nbytes=40e9, device_nbytes=3.5e12),
+    "cpu": Rates(flops=120e9, link_nbytes=5e9, update_numel=0.4e9, host_nbytes=5e9, device_nbytes=5e9),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """Of one block and one micro-batch. backward: with the second run of the block; the kept ones: without.
+
+    workspace_nbytes: device memory that a backward takes beside the plan's buffers. kept_nbytes: what a kept graph
+    holds from forward to backward.
+    """
+
+    forward_s: float
+    backward_s: float
+    kept_forward_s: float
+    kept_backward_s: float
+    workspace_nbytes: int
+    kept_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """blocks: in the layout's order. head_s: with gradients; loss_s: without. measured: on the device itself."""
+
+    rates: Rates
+    blocks: tuple[BlockCost, ...]
+    head_s: float
+    loss_s: float
+    head_workspace_nbytes: int
+    measured: bool
+
+    @property
+    def streamed_update_numel(self) -> float:
+        """Parameters updated a second in a step, where copies share the host's memory with the update."""
+        alone = self.rates.update_numel
+        return alone * UPDATE_NBYTES / (UPDATE_NBYTES + COPIED_NBYTES) if self.measured else alone
+
+    @property
+    def workspace_nbytes(self) -> int:
+        """Most that torch's allocator takes on the device for the time of one op."""
+        return max(self.head_workspace_nbytes, *(b.workspace_nbytes for b in self.blocks))
+
+
+def assumed(layout: Layout, shape: BatchShape, rates: Rates) -> Costs:
+    """From rates. A matrix product is 2 operations per weight and token; attention's own products are left out, so long
+    sequences take longer than this says. Memory is more than was seen, never less: a block that is run again keeps what
+    its matrix products read and write, and their gradients; the head keeps a chunk of logits (Llama-3.2-3B shape,
+    32 x 1024, liger's kernels: 3.4 GiB seen on an H200 on 2026-11-30, 8.2 GiB here)."""
+    tokens, itemsize = shape.micro_tokens, shape.dtype.itemsize
+    blocks = []
+    for unit in layout.blocks:
+        forward_s = 2 * layout.units[unit].numel * tokens / rates.flops
+        widths = sum(max(p.shape) for p in layout.units[unit].params if len(p.shape) > 1) + 16 * shape.hidden
+        kept = itemsize * tokens * widths
+        blocks.append(BlockCost(forward_s, 3 * forward_s, forward_s, 2 * forward_s, 3 * kept, kept))
+    vocabulary = layout.units[layout.output].params[0].shape[0]
+    loss_s = 2 * vocabulary * shape.hidden * tokens / rates.flops
+    logits = 2 * itemsize * min(CHUNK_TOKENS, tokens) * vocabulary
+    return Costs(rates, tuple(blocks), 3 * loss_s, loss_s, logits, measured=False)
+
+
+def cost_of(layout: Layout, shape: BatchShape, costs: Costs) -> Callable[[Op], float]:
+    """Seconds of each op for full batches of `shape`. An update ahead is taken to hold."""
+    rates, itemsize = costs.rates, shape.dtype.itemsize
+    vocabulary = layout.units[0].params[0].shape[0]
+    rows = min(vocabulary, shape.tokens)
+    row_numel = rows * shape.hidden
+    hidden_nbytes = shape.micro_tokens * shape.hidden * itemsize
+    touched = rows / vocabulary  # of every tile of the table: rows lie anywhere
+    of_block = dict(zip(layout.blocks, costs.blocks, strict=True))
+    update_numel = costs.streamed_update_numel
+
+    def compute_s(op: Op) -> float | None:
+        match op.kind:
+            case OpKind.FORWARD:
+                return of_block[op.unit].forward_s
+            case OpKind.FORWARD_KEEP:
+                return of_block[op.unit].kept_forward_s
+            case OpKind.BACKWARD:
+                return of_block[op.unit].backward_s
+            case OpKind.BACKWARD_KEPT:
+                return of_block[op.unit].kept_backward_s
+            case OpKind.HEAD:
+                return costs.head_s
+            case OpKind.HEAD_LOSS:
+                return costs.loss_s
+            case OpKind.EMBED | OpKind.EMBED_BACKWARD:
+                return 3 * hidden_nbytes / rates.device_nbytes
+            case OpKind.REDUCE | OpKind.REDUCE_OUTPUT:  # read the sum, write the gradient, read it for its norm
+                return layout.units[op.unit].train_numel * (4 + 2 * itemsize) / rates.device_nbytes
+            case OpKind.UPDATE_RESIDENT | OpKind.UPDATE_RESIDENT_TABLE:
+                return layout.units[op.unit].train_numel * UPDATE_NBYTES / rates.device_nbytes
+            case OpKind.PICK_ROWS | OpKind.REDUCE_ROWS:
+                return 2 * row_numel * itemsize / rates.device_nbytes
+        return None
+
+    def moved_s(op: Op) -> float:
+        match op.kind:
+            case OpKind.UPLOAD:
+                return _tile_numel(layout, op) * itemsize / rates.link_nbytes
+            case OpKind.DOWNLOAD:
+                return _trained_numel(layout, op) * itemsize / rates.link_nbytes
+            case OpKind.SPILL | OpKind.FETCH:
+                return hidden_nbytes / rates.link_nbytes
+            case OpKind.UPLOAD_ROWS | OpKind.DOWNLOAD_ROWS:
+                return row_numel * itemsize / rates.link_nbytes
+            case OpKind.GATHER:
+                return touched * _tile_numel(layout, op) * itemsize / rates.host_nbytes
+            case OpKind.UPDATE | OpKind.UPDATE_AHEAD:
+                return _trained_numel(layout, op) / update_numel
+            case OpKind.UPDATE_REST | OpKind.REST_AHEAD:
+                return (1 - touched) * _trained_numel(layout, op) / update_numel
+            case OpKind.UPDATE_ROWS | OpKind.SETTLE_ROWS:
+                return touched * _trained_numel(layout, op) / update_numel
+        return 0.0
+
+    def cost_s(op: Op) -> float:
+        seconds = compute_s(op)
+        return moved_s(op) if seconds is None else seconds
+
+    return cost_s
+
+
+def _tile_numel(layout: Layout, op: Op) -> int:
+    return layout.tiles(op.unit)[op.tile].numel
+
+
+def _trained_numel(layout: Layout, op: Op) -> int:
+    return layout.tiles(op.unit, trained=True)[op.tile].numel
+
+
+def largest_block_numel(layout: Layout) -> int:
+    """Elements of a slot."""
+    return max(unit.numel for unit in layout.units if unit.kind is UnitKind.BLOCK)

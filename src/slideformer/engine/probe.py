@@ -1,0 +1,145 @@
+"""Runs one block of each kind and the head once on the device, with weights of no meaning, to see what they take.
+
+A model's own code decides how long a block runs and what it keeps for backward; no formula knows. A second of
+measuring, before anything large is allocated, gives the plan's clock and its working memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from slideformer.device import Device
+from slideformer.engine.costs import BlockCost, Costs, Rates
+from slideformer.engine.options import EngineOptions
+from slideformer.engine.rates import device_rate, gather_rate, link_rate, matrix_rate, update_rate
+from slideformer.errors import DoesNotFit
+from slideformer.kernels.linear_cross_entropy import Softmax, loss_and_grads, loss_only
+from slideformer.layout import UnitKind
+from slideformer.model.decoder import Decoder
+from slideformer.native import HostKernels
+
+SCALE = 0.02  # of random weights: activations stay finite through one block
+NUM_ROWS = 1024  # of the table that the random tokens come from
+UPDATE_NUMEL = 1 << 26  # 1.7 GB of state and gradient: the rate of memory, not of caches
+
+
+def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: HostKernels) -> Costs:
+    """Costs of full micro-batches on this device, measured. Takes a second or two and gives all its memory back.
+
+    Raises DoesNotFit when not even one block runs in the device's memory.
+    """
+    rates = Rates(
+        flops=matrix_rate(device),
+        link_nbytes=link_rate(device),
+        update_numel=update_rate(kernels, UPDATE_NUMEL),
+        host_nbytes=gather_rate(kernels),
+        device_nbytes=device_rate(device),
+    )
+    try:
+        trial = _Trial(decoder, device, options)
+        kinds: dict[tuple[object, ...], BlockCost] = {}
+        blocks = []
+        for index, unit in enumerate(decoder.layout.blocks):
+            kind = (decoder.block_kind(index), *(p.shape for p in decoder.layout.units[unit].params))
+            if kind not in kinds:
+                kinds[kind] = trial.block(unit)
+            blocks.append(kinds[kind])
+        head_s, loss_s, head_nbytes = trial.head()
+    except torch.OutOfMemoryError:
+        raise DoesNotFit(
+            f"one block does not run on the device with {options.micro_batch_size} x {options.max_length} tokens: "
+            "lower per_device_train_batch_size or max_length, or raise max_gpu_memory"
+        ) from None
+    return Costs(rates, tuple(blocks), head_s, loss_s, head_nbytes, measured=True)
+
+
+class _Trial:
+    """One micro-batch of random tokens, up to the first block."""
+
+    def __init__(self, decoder: Decoder, device: Device, options: EngineOptions) -> None:
+        self.decoder, self.device = decoder, device
+        self.rows, self.length = options.micro_batch_size, options.max_length
+        glue = decoder.layout.find(UnitKind.GLUE)
+        params = {} if glue is None else decoder.views(glue, self.random(decoder.layout.units[glue].numel))
+        ids = torch.randint(NUM_ROWS, (self.rows, self.length), device=device.torch_device)
+        table = self.random(NUM_ROWS * decoder.hidden_size).view(NUM_ROWS, -1)
+        with torch.no_grad():
+            self.hidden, self.call = decoder.embed(table, params, ids, padding_row=None)
+
+    def random(self, numel: int) -> torch.Tensor:
+        flat = torch.empty(numel, dtype=self.decoder.dtype, device=self.device.torch_device)
+        return flat.normal_(0.0, SCALE)
+
+    def block(self, unit: int) -> BlockCost:
+        layout_unit, decoder, call = self.decoder.layout.units[unit], self.decoder, self.call
+        trains = layout_unit.train_numel > 0
+        params = decoder.views(unit, self.random(layout_unit.numel), requires_grad=trains)
+        plain = {name: p.detach() for name, p in params.items()}
+        leaves = [p for p in params.values() if p.requires_grad]
+        grads = [torch.empty_like(p) for p in leaves]
+        target = torch.empty_like(self.hidden)
+
+        def forward() -> None:
+            with torch.no_grad():
+                target.copy_(decoder.forward(unit, plain, self.hidden, call))
+
+        def kept_forward() -> tuple[torch.Tensor, torch.Tensor]:
+            x = self.hidden.clone().requires_grad_()
+            with torch.enable_grad():
+                out = decoder.forward(unit, params, x, call)
+            target.copy_(out.detach())
+            return x, out
+
+        def backward(x: torch.Tensor, out: torch.Tensor) -> None:
+            found = torch.autograd.grad(out, [*leaves, x], self.hidden)
+            target.copy_(found[-1])
+            torch._foreach_copy_(grads, list(found[:-1])) if leaves else None
+
+        def rerun() -> None:
+            x = self.hidden.detach().requires_grad_()
+            with torch.enable_grad():
+                out = decoder.rerun(unit, params, x, call)
+            backward(x, out)
+
+        measure = self.device.measure
+        kept = measure(kept_forward)
+        both = measure(lambda: backward(*kept_forward()))
+        again = measure(rerun)
+        return BlockCost(
+            forward_s=measure(forward).seconds,
+            backward_s=again.seconds,
+            kept_forward_s=kept.seconds,
+            kept_backward_s=max(both.seconds - kept.seconds, 0.0),
+            workspace_nbytes=max(again.peak_nbytes, both.peak_nbytes),
+            kept_nbytes=kept.held_nbytes,
+        )
+
+    def head(self) -> tuple[float, float, int]:
+        """(seconds with gradients, seconds of the loss alone, working memory), every position with a target."""
+        decoder, softmax = self.decoder, Softmax(self.decoder.projection.scale, self.decoder.projection.softcap)
+        weight = self.random(decoder.vocab_size * decoder.hidden_size).view(decoder.vocab_size, -1)
+        hidden = self.hidden.flatten(0, 1)
+        labels = torch.randint(decoder.vocab_size, hidden.shape[:1], device=hidden.device)
+        trains = decoder.layout.units[decoder.layout.output].train_numel > 0
+        total = torch.empty(weight.shape, dtype=torch.float32, device=weight.device) if trains else None
+
+        def head() -> None:
+            with torch.no_grad():
+                loss_and_grads(
+                    hidden,
+                    weight,
+                    None,
+                    labels,
+                    softmax,
+                    denominator=float(labels.numel()),
+                    weight_sum=total,
+                    bias_sum=None,
+                    overwrite=True,
+                )
+
+        def loss() -> None:
+            with torch.no_grad():
+                loss_only(hidden, weight, None, labels, softmax)
+
+        whole = self.device.measure(head)
+        return whole.seconds, self.device.measure(loss).seconds, whole.peak_nbytes
