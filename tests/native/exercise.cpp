@@ -1,5 +1,5 @@
 // Calls every function of the native library as the engine does: several pools, several threads on one pool, odd sizes
-// and unaligned starts, in place and out of place, rows in and out of range, after a fork. Built with a sanitizer, which
+// and unaligned starts, in place and not, rows in and out of range, after a fork. Built with a sanitizer, which
 // ends it with a report; by itself it checks only that nothing depends on threads or instruction set.
 //
 // usage: exercise LIBRARY

@@ -44,7 +44,9 @@ def read_file(path: Path) -> list[Setting]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise BadInput(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        raise BadInput(f"{where}: not valid YAML: {_why(error)}") from None
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits, a date of month 13; [[[[... without end
+        raise BadInput(f"{path}: not valid YAML: {_why(error)}") from None
 
 
 def read_overrides(arguments: Sequence[str]) -> list[Setting]:
@@ -65,5 +67,11 @@ def read_overrides(arguments: Sequence[str]) -> list[Setting]:
 def _value(text: str, word: str) -> object:
     try:
         return yaml.load(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise BadInput(f"{COMMAND_LINE}: the value in {word!r} is not valid YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise BadInput(f"{COMMAND_LINE}: the value in {word[:80]!r} is not valid YAML: {_why(error)}") from None
+
+
+def _why(error: Exception) -> str:
+    if problem := getattr(error, "problem", None):
+        return str(problem)
+    return "it is nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())

@@ -32,8 +32,8 @@ def read_config(folder: Path | str) -> PretrainedConfig:
         if not isinstance(stored, dict) or "model_type" not in stored:
             raise ValueError("it names no model_type")
         return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadInput(
             f"{path} is not a model config that transformers knows ({reason}): correct it, or upgrade transformers if "
             "the model is newer."
@@ -47,7 +47,7 @@ def read_generation_config(folder: Path | str) -> GenerationConfig | None:
         return None
     try:
         return GenerationConfig.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(f"{path} cannot be read ({error}): correct or remove it.") from error
 
 

@@ -80,14 +80,20 @@ def write(out: Out, tensors: Sequence[Writing], *, piece_numel: int) -> None:
 def read_header(path: Path) -> dict[str, Entry]:
     """Every tensor of a file by name. Raises BadInput for a file that is not complete."""
     try:
-        with safe_open(path, framework="pt"):  # checks lengths, offsets, overlaps and coverage
-            pass
         with open(path, "rb") as file:
+            with safe_open(path, framework="pt"):  # checks lengths, offsets, overlaps and coverage
+                pass
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
-    except (SafetensorError, OSError, ValueError) as error:
-        nbytes = f"{path.stat().st_size} bytes" if path.exists() else "not there"
-        raise BadInput(f"{path} is not a complete safetensors file ({error}; {nbytes}): copy it again.") from error
+    except OSError as error:
+        raise BadInput(
+            f"{path} cannot be read ({error.strerror or error}): copy it again, or make it readable."
+        ) from error
+    except (SafetensorError, ValueError) as error:
+        nbytes = path.stat().st_size
+        raise BadInput(
+            f"{path} is not a complete safetensors file ({error}; {nbytes} bytes): copy it again."
+        ) from error
     header.pop("__metadata__", None)
     entries = {}
     for name, found in header.items():
