@@ -116,6 +116,10 @@ class FileReport:
         for remark, place in chunk.remarked():
             self.remarks.setdefault(remark, Tally()).add(self._row(place))
 
+    def clear(self) -> None:
+        """Forget what `add` has counted."""
+        self.restore(FileReport(self.path, self.role).counts())
+
     def nothing_usable(self) -> str:
         """The sentence for a dataset of which no row can be used."""
         why = f"the first is {self.first_unusable}" if self.first_unusable else "it has none"

@@ -27,7 +27,7 @@ READ_ROWS = 64  # of a dataset, at a time
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One dataset that is read as it goes. report: counts the first pass over it."""
+    """One dataset that is read as it goes. report: counts its first pass."""
 
     source: RowSource
     encoder: Encoder
@@ -53,6 +53,8 @@ class Stream:
             first = False
 
     def _once(self, *, counted: bool) -> Iterator[Sample]:
+        if counted:
+            self.report.clear()
         for chunk in encode_all(self.source.rows(), self.encoder, chunk_rows=READ_ROWS):
             if counted:
                 self.report.add(chunk)
