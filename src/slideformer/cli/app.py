@@ -9,6 +9,7 @@ from slideformer.cli.doctor import doctor
 from slideformer.cli.evaluate import evaluate
 from slideformer.cli.export import export
 from slideformer.cli.plan import plan
+from slideformer.cli.report import report
 from slideformer.cli.train import train
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ config_app.command(context_settings=SETTINGS)(show)
 config_app.command(context_settings=SETTINGS)(validate)
 app.add_typer(config_app, name="config")
 app.command()(export)
+app.command()(report)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import resource
 from dataclasses import dataclass
+from pathlib import Path
 
 from slideformer.config import TrainConfig
 from slideformer.data import Batches
@@ -24,6 +25,7 @@ from slideformer.train.journal import Journal
 from slideformer.train.retention import Saver
 from slideformer.train.schedule import Schedule
 from slideformer.train.stop import StopRequests
+from slideformer.train.timeline import AFTER_STEPS, write_timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class Loop:
         self._interval = Interval(start.logged)
         self._tokens_seen, self._targets_seen = start.num_input_tokens_seen, start.num_target_tokens_seen
         self._nonfinite_steps = start.nonfinite_steps
+        # The first is replaced by a later one, unless the run is a short one.
+        self._drawn = {start.step + 1, min(start.step + 1 + AFTER_STEPS, work.num_steps)}
         self.loss_sum, self.num_losses = 0.0, 0  # of the steps of this process, for the mean
 
     def run(self) -> None:
@@ -181,6 +185,8 @@ class Loop:
         self.callbacks.fire("on_step_end")
         if step.number % self.work.batches.steps_per_epoch == 0:
             self.callbacks.fire("on_epoch_end")
+        if step.number in self._drawn:
+            write_timeline(Path(self.work.config.output_dir), step.number, step.result.timeline())
         due = step.number % self.work.config.logging_steps == 0 or step.number == self.work.num_steps
         if self.callbacks.take("log") or due:
             self.journal.step(self._metrics(step, None if nonfinite else norm), self.work.num_steps)
@@ -200,7 +206,7 @@ class Loop:
             "eta_seconds": self._interval.mean_step_s() * (self.work.num_steps - step.number),
             "nonfinite_steps": self._nonfinite_steps,
             **_memory_metrics(self.work.device),
-            **{f"busy_{lane}_pct": 100 * s / speed.step_s for lane, s in step.result.busy_s().items()},
+            **{f"busy_{lane}_pct": min(100 * s / speed.step_s, 100.0) for lane, s in step.result.busy_s().items()},
         }
 
     def _evaluates_after(self, index: int) -> bool:

@@ -24,18 +24,21 @@ from slideformer.model.parity import check_parity
 from slideformer.train import checkpoint
 from slideformer.train.best import Judge, Rule, rule_of
 from slideformer.train.callbacks import Callbacks, State
+from slideformer.train.card import Facts
 from slideformer.train.checkpoint import Damaged, Progress, folder_name
 from slideformer.train.console import Console, open_console
 from slideformer.train.evaluation import Sets, evaluate
+from slideformer.train.hardware import git_commit, hardware
+from slideformer.train.hub import push, require_hub
 from slideformer.train.inputs import Data, Inputs, Model, inputs_of
 from slideformer.train.journal import Journal
 from slideformer.train.loop import Loop, Work
 from slideformer.train.metrics import METRICS, MetricsFile, lines_until
 from slideformer.train.output import claimed
 from slideformer.train.plot import plot_loss
-from slideformer.train.record import RunRecord
+from slideformer.train.record import RunRecord, versions
 from slideformer.train.resume import Origin, find_origin
-from slideformer.train.save import save
+from slideformer.train.save import companions, save
 from slideformer.train.schedule import Schedule, num_steps
 from slideformer.train.setup import build_decoder, engine_options, save_dtype
 from slideformer.train.stop import Stopped, StopRequests
@@ -159,10 +162,13 @@ class Trainer:
                         _tell_start(work, console)
                         loop.run()
                         self._load_best(judge, engine, console)
-                        self._save(target)
+                        names = self._save(target, Facts(config.model_dump(mode="json"), versions(), journal.last))
                         self._inputs.give_back(engine)
             plot_loss(target, console.warn)
             console.note(f"the model is in {target}")
+            if config.push_to_hub:
+                address = push(target, names, config.repo_id, private=config.hub_private_repo)
+                console.note(f"pushed to {address}")
         loss = loop.loss_sum / loop.num_losses if loop.num_losses else None
         return Result(self.state.global_step, loss, dict(journal.last))
 
@@ -191,7 +197,7 @@ class Trainer:
         if self._engine is None or not self._has_weights:
             raise RunFailed("there are no weights to save: train or evaluate first")
         target = Path(output_dir or self.args.output_dir)
-        self._save(target)
+        self._save(target, None)
         return target
 
     def close(self) -> None:
@@ -215,6 +221,10 @@ class Trainer:
             return self._prepared
         inputs, config = self._inputs, self.args
         require_trackers(config)
+        if config.push_to_hub:
+            require_hub(config.repo_id)
+        if inputs.folder is not None:
+            companions(inputs.folder)
         model_config = inputs.model_config  # a wrong folder is found before the tokenizer and the data are read
         codec = inputs.codec()
         dataset = inputs.dataset(codec)
@@ -283,16 +293,19 @@ class Trainer:
             raise RunFailed(f"{folder} was the best checkpoint, and cannot be loaded: {error}") from error
         console.note(f"the result is that of step {best}, whose {judge.rule.metric} of {value:.4f} was the best")
 
-    def _save(self, target: Path) -> None:
+    def _save(self, target: Path, facts: Facts | None) -> list[str]:
+        """Write the model; facts: for its card. Returns the names of the files."""
         assert self._engine is not None
         dtype = save_dtype(self.args, self._engine.decoder)
         if self._inputs.folder is not None:
-            save(self._engine, self._inputs.folder, target, dtype)
+            names = list(save(self._engine, self._inputs.folder, target, dtype, facts).names)
         else:
             generation = getattr(self._inputs.module, "generation_config", None)
-            save_model(target, self._engine.decoder, self._engine.read, dtype=dtype, generation_config=generation)
+            read = self._engine.read
+            names = [*save_model(target, self._engine.decoder, read, dtype=dtype, generation_config=generation)]
         if self._inputs.tokenizer is not None:
-            self._inputs.tokenizer.save_pretrained(str(target))
+            names += [Path(path).name for path in self._inputs.tokenizer.save_pretrained(str(target))]
+        return names
 
     @contextmanager
     def _recorded(
@@ -300,7 +313,8 @@ class Trainer:
     ) -> Iterator[None]:
         """run.json at the start, and again with how it ended."""
         facts = {"device": device.kind, "num_steps": work.num_steps, "memory": work.engine.memory()}
-        record.write("running", **facts, first_step=start.step + 1)
+        where = {"hardware": hardware(), "git": git_commit(Path.cwd())}
+        record.write("running", **facts, **where, first_step=start.step + 1)
         try:
             yield
         except Stopped as stopped:
