@@ -9,6 +9,7 @@ from slideformer.cli.doctor import doctor
 from slideformer.cli.evaluate import evaluate
 from slideformer.cli.export import export
 from slideformer.cli.plan import plan
+from slideformer.cli.preview import preview
 from slideformer.cli.report import report
 from slideformer.cli.train import train
 
@@ -24,6 +25,7 @@ app = typer.Typer(
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command(context_settings=SETTINGS)(train)
 app.command(context_settings=SETTINGS)(plan)
+app.command(context_settings=SETTINGS)(preview)
 app.command()(doctor)
 app.command(context_settings=SETTINGS)(evaluate)
 config_app.command(context_settings=SETTINGS)(show)

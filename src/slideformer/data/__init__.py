@@ -1,7 +1,9 @@
-"""From local files of rows to micro-batches of token ids, with a count of everything that was left out."""
+"""From rows in files to micro-batches of token ids, with a count of everything that was left out."""
 
 from slideformer.data.batches import Batches, MicroBatch, evaluation_batches
 from slideformer.data.dataset import Dataset, evaluation_sets, load_dataset, training_batches
+from slideformer.data.seen import SeenRow, seen_rows
+from slideformer.data.stream import StreamedBatches
 from slideformer.data.tokenizer import Codec, codec_of, load_tokenizer
 
 __all__ = [
@@ -9,10 +11,13 @@ __all__ = [
     "Codec",
     "Dataset",
     "MicroBatch",
+    "SeenRow",
+    "StreamedBatches",
     "codec_of",
     "evaluation_batches",
     "evaluation_sets",
     "load_dataset",
     "load_tokenizer",
+    "seen_rows",
     "training_batches",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -60,6 +60,10 @@ class Codec:
     def encode_bare(self, text: str) -> list[int]:
         """Ids of text that has its special tokens in it, or is to have none."""
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text with its special tokens, as it was."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def identity(self) -> str:
         """A digest of all that decides which ids a text and a conversation have."""
