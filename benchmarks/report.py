@@ -108,6 +108,8 @@ def _rate(line: Line) -> str:
         beside = f" beside a stream of {line['stream_gbps']} GB/s" if line["stream_gbps"] else ""
         rate = f"{line['gparam_per_s']} Gparam/s, {line['gbps']} GB/s{beside}"
         return f"{line['case']}, {line['cpu_threads']} threads: {rate}"
+    if line["bench"] == "kernels":  # kernels.py has a table of its own for these
+        return f"{line['case']}, {line['shape']}, {line['batch']} x {line['seq']}: {line['ms']['median']} ms"
     size = line.get("piece_mib") or line.get("block_mib")
     memory = {True: ", page-locked", False: ", pageable", None: ""}[line.get("pinned")]
     return f"{line['bench']} {line['case']}, {size:g} MiB{memory}: {line['gbps']} GB/s"

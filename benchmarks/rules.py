@@ -20,6 +20,7 @@ KEYS = {
     + "pinned_gib predicted_step_s busy loss bytes plan_bytes params_updated params".split(),
     "optimizer": [*BASE_KEYS, *"gpu_limit_gib steps step_s gparam_per_s gbps stream_gbps host_peak_gib".split()],
     "link": [*BASE_KEYS, *"gpu_limit_gib steps step_s gbps piece_mib pinned".split()],
+    "kernels": "bench run commit date command gpu torch case cpu_threads shape batch seq op impl ms peak_mib".split(),
     "disk": [*BASE_KEYS, *"gpu_limit_gib steps step_s gbps block_mib".split()],
 }
 """Keys that every line of a benchmark has, null where they do not apply."""
@@ -73,7 +74,7 @@ def line_faults(line: Line) -> Iterator[str]:
     if missing := [key for key in KEYS[bench] if key not in line]:
         yield f"has no {', '.join(missing)}"
         return
-    times = line["step_s"]
+    times = line["ms" if bench == "kernels" else "step_s"]
     if not 0 < times["min"] <= times["median"] <= times["max"]:
         yield f"its times are not in order: {times}"
     elif bench == "step":

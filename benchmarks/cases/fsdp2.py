@@ -5,6 +5,7 @@ Parameters, gradients and moments are fp32 on the host; blocks are gathered to t
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 
 import torch
@@ -26,6 +27,8 @@ class Fsdp2:
             torch.set_num_threads(settings.cpu_threads)
         self.threads = torch.get_num_threads()
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # the norm of offloaded gradients is reduced on the host
+        for library in ("GLOO", "NCCL"):  # machines without a network cannot resolve their own name
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
         if cuda:
             torch.cuda.set_device(0)

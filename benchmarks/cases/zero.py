@@ -13,6 +13,7 @@ from cases.stock import LR, build_model
 from traffic import UpdateCount, torch_updates
 
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def config_of(settings: Settings, device: torch.device) -> dict[str, object]:
@@ -35,7 +36,8 @@ def config_of(settings: Settings, device: torch.device) -> dict[str, object]:
 class Zero:
     def __init__(self, settings: Settings) -> None:
         self.settings, self.device = settings, open_torch_device(settings)
-        os.environ.update({"DS_SKIP_CUDA_CHECK": "1", **{k: os.environ.get(k, v) for k, v in ONE_RANK.items()}})
+        for name, value in (ONE_RANK | LOOPBACK | {"DS_SKIP_CUDA_CHECK": "1"}).items():
+            os.environ.setdefault(name, value)
         if settings.cpu_threads:
             torch.set_num_threads(settings.cpu_threads)
         self.threads = torch.get_num_threads()
