@@ -7,7 +7,7 @@ these fields, is the command line's business. Standard library and pydantic only
 from __future__ import annotations
 
 import re
-from os.path import abspath
+from os.path import abspath, basename
 from typing import Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator, model_validator
@@ -70,6 +70,7 @@ class TrainConfig(BaseModel):
     attn_implementation: Literal["auto", "eager", "sdpa"] = "auto"
     disable_dropout: bool = False
     kernels: Literal["auto", "triton", "torch", "liger"] = "auto"  # of the blocks' elementwise parts
+    allow_pickle: bool = False  # read pytorch_model.bin where there is no safetensors file
     freeze: tuple[str, ...] = ()  # regular expressions searched in parameter names
 
     # Data
@@ -136,6 +137,9 @@ class TrainConfig(BaseModel):
     save_strategy: Literal["no", "steps", "epoch"] = "no"  # checkpoints; the end result is always saved
     save_steps: int | None = Field(None, ge=1)
     save_total_limit: int | None = Field(2, ge=1)  # checkpoints that are kept; null: all
+    push_to_hub: bool = False  # the result, on the Hugging Face hub; its token is the hub library's business
+    hub_model_id: str | None = None  # NAME or ORGANISATION/NAME; null: the name of output_dir
+    hub_private_repo: bool = True  # of a repository that is made; one that exists stays as it is
     resume_from_checkpoint: bool | str = False  # a checkpoint's folder; true: the newest; auto: the newest, if any
     run_name: str | None = None  # what trackers call the run; null: the name of output_dir
     report_to: tuple[TrackerName, ...] = ()
@@ -367,6 +371,11 @@ class TrainConfig(BaseModel):
         if self.update != "auto":
             return self.update
         return "deferred" if self.max_grad_norm > 0 or self.on_nonfinite == "skip" else "eager"
+
+    @property
+    def repo_id(self) -> str:
+        """What push_to_hub pushes to."""
+        return self.hub_model_id or basename(abspath(self.output_dir))
 
     @property
     def eval_batch_size(self) -> int:

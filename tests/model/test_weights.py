@@ -344,7 +344,8 @@ def test_folders_without_usable_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     assert refusal(decoder, tmp_path) == (
         f"{tmp_path} holds pytorch_model.bin but no safetensors; pickled weights can run code and are not read: "
-        "convert once with AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
+        "convert once with AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder), or set "
+        "allow_pickle: true, which reads tensors and runs nothing."
     )
 
 
@@ -391,3 +392,52 @@ def test_configs_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     decoder = decoder_for("gemma3", tied=True)
     decoder.config.save_pretrained(folder)
     assert read_config(folder).layer_types == decoder.config.layer_types
+
+
+# pickles
+
+
+def pickled_model(folder: Path, *, shards: bool = False) -> tuple[Decoder, torch.nn.Module]:
+    decoder = decoder_for("llama", tied=True)
+    model = random_model(decoder.config, dtype=torch.bfloat16)
+    tensors = dict(model.state_dict())  # with lm_head.weight, the same memory as the table
+    if not shards:
+        torch.save(tensors, folder / "pytorch_model.bin")
+        return decoder, model
+    halves = [dict(list(tensors.items())[i::2]) for i in range(2)]
+    weight_map = {}
+    for i, half in enumerate(halves):
+        torch.save(half, folder / f"pytorch_model-{i}.bin")
+        weight_map |= dict.fromkeys(half, f"pytorch_model-{i}.bin")
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return decoder, model
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_pickled_weights_are_read_where_that_is_asked_for(tmp_path: Path, shards: bool) -> None:
+    decoder, model = pickled_model(tmp_path, shards=shards)
+    flats = Flats(decoder)
+    with pytest.raises(BadInput, match=r"no safetensors; pickled weights can run code .* or set allow_pickle: true"):
+        weights.load(tmp_path, decoder.layout, flats.write, names=decoder.names)
+    weights.load(tmp_path, decoder.layout, flats.write, names=decoder.names, allow_pickle=True)
+    assert all((count == 1).all() for count in flats.writes)
+    assert flats.longest == TILE
+    assert_equal(flats.named(), state(model))
+
+
+def test_a_pickle_that_would_run_something_is_refused_and_does_not(tmp_path: Path) -> None:
+    decoder, _ = pickled_model(tmp_path)
+
+    class Hostile:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "pwned",)
+
+    for content in ({"a": Hostile()}, {"a": 1}, [torch.zeros(3)]):
+        torch.save(content, tmp_path / "pytorch_model.bin")
+        with pytest.raises(BadInput, match=r"pytorch_model.bin cannot be read as pickled weights \("):
+            weights.check(tmp_path, decoder.layout, names=decoder.names, allow_pickle=True)
+    for content in (b"", b"\x80\x04N.", b"not a pickle"):
+        (tmp_path / "pytorch_model.bin").write_bytes(content)
+        with pytest.raises(BadInput, match=r"pytorch_model.bin cannot be read as pickled weights \("):
+            weights.check(tmp_path, decoder.layout, names=decoder.names, allow_pickle=True)
+    assert not (tmp_path / "pwned").exists()

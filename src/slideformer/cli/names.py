@@ -114,10 +114,14 @@ CONVERTED: dict[str, Callable[[object], object]] = {
     "use_liger_kernel": _liger_as_kernels,
 }
 REQUIRED = ("model_name_or_path", "dataset")
+NEVER = {
+    "hub_token": "a token does not belong in a config, which is kept beside the result: log in, or set HF_TOKEN",
+    "trust_remote_code": "code that comes with a model is never run; model classes that transformers has are trained",
+}
 NOT_YET = frozenset(
     (
         *("num_workers", "dataloader_num_workers"),
-        *("push_to_hub", "hub_model_id", "offload_dir"),
+        *("offload_dir",),
         *("offload_optimizer", "nvme_offload_fraction", "ac_offload_nvme"),
     )
 )
@@ -161,6 +165,8 @@ def _canonical(setting: Setting) -> str:
         return setting.key
     if setting.key in ALIASES:
         return ALIASES[setting.key]
+    if setting.key in NEVER:
+        raise BadInput(f"{setting.where}: {setting.key}: {NEVER[setting.key]}")
     if setting.key in NOT_YET:
         raise BadInput(f"{setting.where}: {setting.key} is not available in this version: leave it out")
     near = get_close_matches(setting.key, [*TrainConfig.model_fields, *ALIASES], n=1)

@@ -39,6 +39,13 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Held(Entry):
+    """One that is there as a tensor: of a file that another library has opened (see `pickled`)."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Writing:
     """One tensor to write. read(start, stop): its elements [start, stop), flat, of its dtype, on the CPU."""
 
@@ -104,6 +111,8 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 def values(entry: Entry, start: int, stop: int) -> torch.Tensor:
     """Elements [start, stop) of a tensor as stored, flat, in memory of their own."""
+    if isinstance(entry, Held):
+        return entry.tensor.reshape(-1)[start:stop].clone()
     itemsize = DTYPES[entry.dtype].itemsize
     part = replace(entry, start=entry.start + start * itemsize, nbytes=(stop - start) * itemsize)
     return next(pieces(part, stop - start, torch.empty(part.nbytes, dtype=torch.uint8)))
@@ -112,6 +121,10 @@ def values(entry: Entry, start: int, stop: int) -> torch.Tensor:
 def pieces(entry: Entry, numel: int, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor's values as stored, in flat order, `numel` at a time, as views of `buffer` (bytes)."""
     dtype = DTYPES[entry.dtype]
+    if isinstance(entry, Held):
+        for piece in entry.tensor.reshape(-1).split(numel):
+            yield buffer[: piece.nbytes].view(dtype).copy_(piece)
+        return
     step = numel * dtype.itemsize
     with open(entry.file, "rb", buffering=0) as file:
         file.seek(entry.start)

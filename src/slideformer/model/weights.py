@@ -18,7 +18,7 @@ import torch
 
 from slideformer.errors import BadInput
 from slideformer.layout import Layout, Param
-from slideformer.model import files, tensorfile
+from slideformer.model import files, pickled, tensorfile
 
 Write = Callable[[int, int, torch.Tensor], None]
 Read = Callable[[int, int, int], torch.Tensor]
@@ -45,9 +45,9 @@ class CheckpointNames:
     ignored: tuple[str, ...] = ()
 
 
-def check(folder: Path | str, layout: Layout, *, names: CheckpointNames) -> None:
+def check(folder: Path | str, layout: Layout, *, names: CheckpointNames, allow_pickle: bool = False) -> None:
     """Read headers only and raise what `load` would raise before it hands on the first value."""
-    _match(Path(folder), layout, names)
+    _match(Path(folder), layout, names, allow_pickle)
 
 
 def load(
@@ -57,16 +57,18 @@ def load(
     *,
     names: CheckpointNames,
     dtype: torch.dtype = torch.float32,
+    allow_pickle: bool = False,
 ) -> None:
     """Hand every parameter of the layout to `write(unit, offset, values)`, each element exactly once.
 
     values: [<= layout.tile_numel] of `dtype`, on the CPU, valid only during the call (the buffer is used again).
     offset: of values[0] in the unit's flat vector. Pieces come in the order of the files. Blocks the calling thread.
+    allow_pickle: take pytorch_model.bin where there is no safetensors file (see `pickled`).
     Raises BadInput naming file and tensor: no safetensors, an index that does not fit its files, a truncated file, a
     tensor missing, unexpected, stored twice, of another shape or not of floats, non-finite values, or an output
     projection that is tied by the config but stored as another tensor than the table.
     """
-    matched, tied_copy = _match(Path(folder), layout, names)
+    matched, tied_copy = _match(Path(folder), layout, names, allow_pickle)
     numel = layout.tile_numel
     if tied_copy is not None:
         _compare(*tied_copy, numel)
@@ -202,10 +204,10 @@ def _writer(tensors: list[tensorfile.Writing], piece_numel: int) -> Callable[[fi
 
 
 def _match(
-    folder: Path, layout: Layout, names: CheckpointNames
+    folder: Path, layout: Layout, names: CheckpointNames, allow_pickle: bool = False
 ) -> tuple[list[tuple[tensorfile.Entry, int, int]], tuple[tensorfile.Entry, tensorfile.Entry] | None]:
     """Where each parameter is stored, in file order, and the pair to compare if the tied projection is stored too."""
-    entries = _entries(folder)
+    entries = _entries(folder, allow_pickle)
     wanted = {param.name: (param, unit, offset) for unit, offset, param in _placed(layout)}
     layout_names = {stored: name for name, stored in names.stored.items()}
     entries = {layout_names.get(name, name): entry for name, entry in entries.items()}
@@ -259,22 +261,32 @@ def _check_entry(entry: tensorfile.Entry, param: Param) -> None:
         )
 
 
-def _entries(folder: Path) -> dict[str, tensorfile.Entry]:
+def _entries(folder: Path, allow_pickle: bool) -> Mapping[str, tensorfile.Entry]:
     """Every tensor in the folder's checkpoint by name, from the headers."""
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder; give the folder of a Hugging Face checkpoint.")
-    indexed = (folder / INDEX).is_file() and not (folder / SINGLE).is_file()  # what transformers prefers
-    if not indexed and not (folder / SINGLE).is_file():
-        raise BadInput(_no_weights(folder))
-    if not indexed:
-        return tensorfile.read_header(folder / SINGLE)
-    weight_map = _weight_map(folder / INDEX)
+    kinds: list[tuple[str, str, Callable[[Path], Mapping[str, tensorfile.Entry]]]]
+    kinds = [(SINGLE, INDEX, tensorfile.read_header)]
+    if allow_pickle:
+        kinds.append((pickled.SINGLE, pickled.INDEX, pickled.read_tensors))
+    for single, index, read in kinds:
+        if (folder / single).exists():  # what transformers prefers
+            return read(folder / single)
+        if (folder / index).is_file():
+            return _indexed(folder, index, read)
+    raise BadInput(_no_weights(folder))
+
+
+def _indexed(
+    folder: Path, index: str, read: Callable[[Path], Mapping[str, tensorfile.Entry]]
+) -> Mapping[str, tensorfile.Entry]:
+    weight_map = _weight_map(folder / index)
     entries: dict[str, tensorfile.Entry] = {}
     for file_name in sorted(set(weight_map.values())):
         path = folder / file_name
         if not path.is_file():
-            raise BadInput(f"{folder / INDEX} names {file_name}, which is not there: download or copy it again.")
-        for name, entry in tensorfile.read_header(path).items():
+            raise BadInput(f"{folder / index} names {file_name}, which is not there: download or copy it again.")
+        for name, entry in read(path).items():
             if name in entries:
                 raise BadInput(
                     f"{path} holds {name}, and so does {entries[name].file.name}; each tensor must be stored once: "
@@ -283,7 +295,7 @@ def _entries(folder: Path) -> dict[str, tensorfile.Entry]:
             entries[name] = entry
     lost = sorted(n for n, f in weight_map.items() if n not in entries or entries[n].file.name != f)
     if lost:
-        raise BadInput(f"{folder / INDEX} says that {weight_map[lost[0]]} holds {_listed(lost)}, but it does not.")
+        raise BadInput(f"{folder / index} says that {weight_map[lost[0]]} holds {_listed(lost)}, but it does not.")
     return entries
 
 
@@ -302,7 +314,8 @@ def _no_weights(folder: Path) -> str:
     if pickles:
         return (
             f"{folder} holds {_listed(pickles)} but no safetensors; pickled weights can run code and are not read: "
-            "convert once with AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
+            "convert once with AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder), or set "
+            "allow_pickle: true, which reads tensors and runs nothing."
         )
     return f"{folder} holds neither {SINGLE} nor {INDEX}: give the folder of a complete checkpoint."
 

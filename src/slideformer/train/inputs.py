@@ -82,7 +82,7 @@ class Inputs:
     def check_weights(self, decoder: Decoder) -> None:
         """Raise BadInput for weights that are missing or do not fit, before anything is allocated."""
         if self.folder is not None:
-            weights.check(self.folder, decoder.layout, names=decoder.names)
+            weights.check(self.folder, decoder.layout, names=decoder.names, allow_pickle=self.config.allow_pickle)
             return
         given = _parameters(self.module)
         for unit in decoder.layout.units:
@@ -93,7 +93,8 @@ class Inputs:
     def load(self, engine: Engine) -> None:
         """Set the engine's weights. Raises BadInput for values that are not finite."""
         if self.folder is not None:
-            weights.load(self.folder, engine.layout, engine.write, names=engine.decoder.names)
+            names, allow_pickle = engine.decoder.names, self.config.allow_pickle
+            weights.load(self.folder, engine.layout, engine.write, names=names, allow_pickle=allow_pickle)
             return
         for unit, offset, flat in _places(engine, self.module):
             for start in range(0, len(flat), engine.layout.tile_numel):
