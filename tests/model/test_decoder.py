@@ -16,6 +16,7 @@ from model.unit_by_unit import flats_of, gather, run_units, run_whole
 from slideformer.layout import UnitKind
 from slideformer.model.build import choose_attention
 from slideformer.model.decoder import Decoder
+from slideformer.model.packed_attention import packing_of
 from slideformer.model.packing import packing_known
 from slideformer.model.projection import Projection
 
@@ -145,13 +146,14 @@ def test_neither_glue_nor_blocks_wait_for_the_device(family: str, packed: bool) 
     flats = flats_of(decoder, random_model(decoder.config).state_dict())
     ids = batch()[0]
     positions = torch.cat([torch.arange(7), torch.arange(9)]).expand(3, 16) if packed else None
+    packing = None if positions is None else packing_of(positions)
     table = flats[0].view(decoder.vocab_size, decoder.hidden_size)
     _, rows, remapped, row = gather(table, ids, decoder.padding_idx)
     glue = decoder.layout.find(UnitKind.GLUE)
     params = {} if glue is None else decoder.views(glue, flats[glue])
     views = [decoder.views(unit, flats[unit]) for unit in decoder.layout.blocks]
     with DeviceQuestions() as asked:
-        hidden, call = decoder.embed(rows, params, remapped, padding_row=row, position_ids=positions)
+        hidden, call = decoder.embed(rows, params, remapped, padding_row=row, position_ids=positions, packing=packing)
         for unit, view in zip(decoder.layout.blocks, views, strict=True):
             hidden = decoder.forward(unit, view, hidden, call)
     assert asked.found == []

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from slideformer.errors import BadInput
+from slideformer.model.packed_attention import BY_SAMPLE, register, works_by_sample
 
 
 class ModelRefused(BadInput):
@@ -44,6 +45,9 @@ def build(
     refuse_config(config, disable_dropout=disable_dropout)
     config.use_cache = False
     implementation = choose_attention(config) if attn_implementation == "auto" else attn_implementation
+    if attn_implementation == "auto" and implementation == "sdpa" and works_by_sample(config, device, dtype):
+        register()
+        implementation = BY_SAMPLE
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(

@@ -17,6 +17,7 @@ from slideformer.layout import Layout, Param, Unit, UnitKind
 from slideformer.model.build import ModelRefused, build, some
 from slideformer.model.elementwise import apply_kernels
 from slideformer.model.names import checkpoint_names
+from slideformer.model.packed_attention import BY_SAMPLE, Packing, Samples, check_mask, packing_of, samples_of
 from slideformer.model.packing import packing_known
 from slideformer.model.parts import Binding, Call, Parts, find_parts
 from slideformer.model.projection import Projection, projection_of
@@ -64,7 +65,8 @@ class Decoder:
             config, dtype=dtype, attn_implementation=attn_implementation, disable_dropout=disable_dropout, device=device
         )
         self.kernels = apply_kernels(self._model, kernels, device, without=without_kernels)
-        self.attn_implementation: str = self._model.config._attn_implementation
+        self._by_sample = self._model.config._attn_implementation == BY_SAMPLE
+        self.attn_implementation: str = "sdpa" if self._by_sample else self._model.config._attn_implementation
         self.architecture = type(self._model).__name__
         self._parts = find_parts(self._model, device)
         self.layout = _layout(self._model, self._parts, tile_numel, frozen)
@@ -116,27 +118,43 @@ class Decoder:
         padding_row: int | None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        packing: Packing | None = None,
     ) -> tuple[torch.Tensor, Call]:
         """What the first block gets, and what all blocks are called with: the model's own forward up to its blocks.
 
         rows: [n, H], gathered rows of the table. ids: [B, S] int64, indices into `rows`. padding_row: the row of
         `padding_idx` among them, which gets no gradient; None when it is not there. glue: the glue unit's parameters,
         empty if it has none. attention_mask: [B, S], 1 = real; right padding needs none. position_ids: [B, S]; the
-        samples packed in a row are those between restarts. Differentiable in rows and glue; the caller sets the grad
-        mode. Waits for the device only if an attention_mask is given, or where the model does (rope type "dynamic").
+        samples packed in a row are those between restarts. packing: `packing_of` them, from the host; without it a mask
+        of [B, S, S] keeps them apart on a GPU. Differentiable in rows and glue; the caller sets the grad mode. Waits
+        for the device only if an attention_mask is given, or where the model does (rope type "dynamic"). Raises
+        BadInput for packed rows whose mask would be too large.
         Returns hidden [B, S, H].
         """
         self._parts.table.padding_idx = padding_row
         self._table.bind({self._parts.table_name: rows})
         self._glue.bind(glue)
         try:
-            with packing_known(position_ids is not None):
+            with packing_known(position_ids is not None, self._samples(position_ids, attention_mask, packing)):
                 return self._parts.recorders.run(
                     input_ids=ids, attention_mask=attention_mask, position_ids=position_ids
                 )
         finally:
             self._table.release()
             self._glue.release()
+
+    def _samples(
+        self, position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, packing: Packing | None
+    ) -> Samples | None:
+        if position_ids is None or attention_mask is not None:
+            return None
+        if self._by_sample and packing is None and position_ids.is_cpu:
+            packing = packing_of(position_ids)
+        if self._by_sample and packing is not None:
+            return samples_of(position_ids, packing)
+        itemsize = self.dtype.itemsize if self.attn_implementation == "eager" else 1
+        check_mask(tuple(position_ids.shape), itemsize=itemsize, implementation=self.attn_implementation)
+        return None
 
     def forward(self, unit: int, params: dict[str, torch.Tensor], hidden: torch.Tensor, call: Call) -> torch.Tensor:
         """Run one block. unit: its index in the layout. params: from `views`. hidden: [B, S, H]. The caller sets the
