@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slideformer.data import Codec, codec_of
 from slideformer.data.chat import encode_chat, encode_whole_chat
 from slideformer.data.rows import Chat, Reason, UnusableRow
 from slideformer.errors import BadInput
@@ -109,3 +110,81 @@ def test_a_conversation_that_the_template_refuses_is_unusable(make_codec) -> Non
     with pytest.raises(UnusableRow, match="roles must alternate") as caught:
         encode_whole_chat(Chat(TURNS), codec, "row")
     assert caught.value.reason is Reason.TEMPLATE
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+CALLING = [
+    {"role": "user", "content": "weather?"},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather", "arguments": "Rome"}}]},
+    {"role": "tool", "content": "sun"},
+    {"role": "assistant", "content": "It is sunny."},
+]
+THINKING_CALLER = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+    "{% for m in messages %}<|{{ m['role'] }}|>"
+    "{% if m['role'] == 'assistant' and loop.last %}(thought){% endif %}{{ m['content'] or '' }}"
+    "{% for c in m['tool_calls'] or [] %}call {{ c.function.name }} {{ c.function.arguments }}{% endfor %}<end>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_a_call_that_is_rendered_differently_when_its_result_follows_is_found(make_codec) -> None:
+    codec = make_codec(template=THINKING_CALLER)
+    rendered = encode_chat(Chat(CALLING, tools=[WEATHER]), codec, "row")
+    assert learned_text(rendered, codec) == "call weather Rome<end>(thought)It is sunny.<end>"
+    assert codec.tokenizer.decode(rendered.ids).startswith("[weather]<|user|>weather?<end>")
+
+
+def test_a_generation_prompt_with_an_empty_thought_that_earlier_answers_lose_is_followed(make_codec) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>"
+        "{% if m['role'] == 'assistant' and loop.last %}(){% endif %}{{ m['content'] }}<end>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>(){% endif %}"
+    )
+    codec = make_codec(template=template)
+    assert learned_text(encode_chat(Chat(TURNS), codec, "row"), codec) == "hello<end>ciao<end>"
+
+
+def test_a_later_answer_that_changes_with_an_earlier_one_is_refused(make_codec) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+        "{% if m['role'] == 'assistant' %}{{ '!' * (messages | length) }}{{ messages[1].content | length }}{% endif %}"
+        "<end>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    with pytest.raises(BadInput, match=r"row: .*cannot be derived .* for messages\[2\]: .*when more messages follow"):
+        encode_chat(Chat(TURNS), make_codec(template=template), "row")
+
+
+def test_the_answers_characters_are_learned_however_tokens_lie_across_their_borders(make_codec) -> None:
+    """Both borders inside a token, and a character of several tokens at one."""
+    codec = make_codec(merges=((">", "h"), ("h", "i"), (">", "hi")))
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "hi ☃"}] * 2
+    assert learned_text(encode_chat(Chat(turns), codec, "row"), codec) == ">hi ☃<end>" * 2
+
+
+def test_further_variables_reach_the_template(make_codec) -> None:
+    codec = make_codec(template="{{ mood }}" + MARKED)
+    codec = Codec(codec.tokenizer, codec.name, codec.end_ids, {"mood": "calm"})
+    assert codec.tokenizer.decode(encode_chat(Chat(TURNS), codec, "row").ids).startswith("calm<|system|>")
+
+
+def test_a_jinja_file_takes_the_place_of_the_tokenizers_template(codec, make_config, tmp_path) -> None:
+    codec.tokenizer.save_pretrained(tmp_path / "model")
+    path = tmp_path / "other.jinja"
+    path.write_text("{% for m in messages %}{{ m['role'] }}={{ m['content'] }}<end>{% endfor %}")
+    found = codec_of(make_config(model_name_or_path=str(tmp_path / "model"), chat_template=str(path)))
+    assert (
+        found.tokenizer.decode(encode_whole_chat(Chat(TURNS[:2]), found, "row").ids)
+        == "system=be kind<end>user=hi<end>"
+    )
+    with pytest.raises(BadInput, match=r"chat_template: .*none.jinja cannot be read \(No such file"):
+        codec_of(make_config(model_name_or_path=str(tmp_path / "model"), chat_template=str(tmp_path / "none.jinja")))
+
+
+def test_a_template_that_is_no_jinja_is_told_once_and_not_for_every_row(codec, make_config, tmp_path) -> None:
+    codec.tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
+    with pytest.raises(
+        BadInput, match=r"the chat template of .*broken.jinja is no jinja: .*end of template.* \(line 1\)"
+    ):
+        codec_of(make_config(model_name_or_path=str(tmp_path / "model"), chat_template=str(tmp_path / "broken.jinja")))

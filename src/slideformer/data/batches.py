@@ -17,7 +17,7 @@ import torch
 
 from slideformer.data.encode import IGNORED
 from slideformer.data.packing import best_fit
-from slideformer.data.samples import Sample, Samples
+from slideformer.data.samples import Sample, lengths_of, token_runs
 from slideformer.errors import BadInput
 
 Row = tuple[Sample, ...]  # samples that stand side by side in one row of a micro-batch; one, without packing
@@ -195,10 +195,6 @@ def shuffled(count: int, seed: int, *purpose: object) -> np.ndarray:
     return np.argsort(keys, kind="stable")
 
 
-def lengths_of(samples: Sequence[Sample]) -> list[int]:
-    return samples.lengths.tolist() if isinstance(samples, Samples) else [len(sample) for sample in samples]
-
-
 def step_batch(rows: Sequence[Row], rows_per_micro_batch: int, pad_id: int, *, packed: bool, epoch: float) -> StepBatch:
     """Rows as one step's tensors, longest first."""
     groups = tuple(_by_length(rows, rows_per_micro_batch))
@@ -249,9 +245,10 @@ def collate(rows: Sequence[Row], pad_id: int, *, packed: bool = False) -> MicroB
 
 def _content(source: Source) -> str:
     """What is learned: number, weight and content of the samples in their order."""
-    total = hashlib.blake2b(digest_size=8)
-    for sample in source.samples:
-        total.update(len(sample).to_bytes(8, "little"))
-        total.update(sample.input_ids.numpy())
-        total.update(sample.labels.numpy())
+    total = hashlib.blake2b(np.array(lengths_of(source.samples), np.int64), digest_size=8)
+    learned = hashlib.blake2b(digest_size=8)
+    for ids, labels in token_runs(source.samples):
+        total.update(ids)
+        learned.update(labels)
+    total.update(learned.digest())
     return f"{len(source.samples)} samples of weight {source.weight:g} ({total.hexdigest()})"

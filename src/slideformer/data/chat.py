@@ -8,6 +8,7 @@ comparing. What cannot be derived for certain is an error, never a guess.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from slideformer.data.rows import Chat, Message, Reason, UnusableRow
 from slideformer.data.tokenizer import Codec
 from slideformer.errors import BadInput
 
+NOWHERE = (sys.maxsize, sys.maxsize)  # behind every text
 STAND_IN = "stand-in-for-an-answer"  # small letters, no white space: templates leave it as it is
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -73,45 +75,53 @@ def _by_rendering(chat: Chat, codec: Codec, where: str) -> Rendered:
         if message["role"] == "assistant" and index >= chat.answers_from
     ]
     encoded = codec.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    learned = [any(stop > first and start < last for first, last in spans) for start, stop in encoded["offset_mapping"]]
-    return Rendered(encoded["input_ids"], learned)
+    return Rendered(encoded["input_ids"], _touching(encoded["offset_mapping"], spans))
+
+
+def _touching(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """For each token whether any of its characters is in a span. Both are in the order of the text."""
+    learned, waiting = [], iter(spans)
+    first, last = next(waiting, NOWHERE)
+    for start, stop in offsets:
+        while start >= last and (first, last) != NOWHERE:
+            first, last = next(waiting, NOWHERE)
+        learned.append(stop > first and start < last)
+    return learned
 
 
 def _answer_span(index: int, text: str, chat: Chat, codec: Codec, where: str) -> tuple[int, int]:
     """Where in the rendered conversation message `index` stands, from its first character to its end token's last."""
     try:
         before = _render(codec, chat.messages[:index], chat, add_generation_prompt=True)
-        upto = _render(codec, chat.messages[: index + 1], chat)
+        is_last = index + 1 == len(chat.messages)
+        upto = text if is_last else _render(codec, chat.messages[: index + 1], chat)
     except UnusableRow as error:
         raise _underivable(codec, where, index, f"it refuses the conversation up to there ({error})") from None
-    if not text.startswith(before):
-        raise _underivable(codec, where, index, "its generation prompt is not how the message begins")
-    start = len(before)
-    if text.startswith(upto) and len(upto) > start:
-        return start, start + _end_of_answer(text[start : len(upto)], codec)
+    if text.startswith(before) and text.startswith(upto) and len(upto) > len(before):
+        return len(before), len(before) + _end_of_answer(text[len(before) : len(upto)], codec)
     # Some templates render an answer differently once another message follows (Qwen3 drops its thoughts).
-    stop = _stop_beside_a_stand_in(index, text, before, chat, codec)
-    if stop is not None:
-        return start, stop
+    head, rest = _around_a_stand_in(index, chat, codec) or (None, None)
+    if text.startswith(before):
+        start = len(before)
+    elif head is not None and text.startswith(head) and before.startswith(head):
+        start = len(head)  # the generation prompt goes on with what earlier answers lose, as an empty thought
+    else:
+        raise _underivable(codec, where, index, "its generation prompt is not how the message begins")
+    if rest is not None and text.endswith(rest) and len(text) - len(rest) >= start:
+        end_token = re.match(r"\s*(?:" + "|".join(map(re.escape, codec.special_tokens)) + ")", rest)
+        if codec.special_tokens and end_token:
+            return start, len(text) - len(rest) + end_token.end()
     raise _underivable(codec, where, index, "the message is rendered differently when more messages follow")
 
 
-def _stop_beside_a_stand_in(index: int, text: str, before: str, chat: Chat, codec: Codec) -> int | None:
-    """Where answer `index` ends, by what follows it in the same conversation with other words in its place.
-
-    None if that does not tell: the rest is rendered differently too, or no end token follows.
-    """
+def _around_a_stand_in(index: int, chat: Chat, codec: Codec) -> tuple[str, str] | None:
+    """What stands before and after other words in the place of answer `index`, if the template keeps those."""
     changed = [*chat.messages[:index], {"role": "assistant", "content": STAND_IN}, *chat.messages[index + 1 :]]
     try:
-        other = _render(codec, changed, chat)
+        head, found, rest = _render(codec, changed, chat).rpartition(STAND_IN)
     except UnusableRow:
         return None
-    _, found, rest = other.rpartition(STAND_IN)
-    stop = len(text) - len(rest)
-    if not found or not text.endswith(rest) or stop < len(before):
-        return None
-    end_token = re.match(r"\s*(?:" + "|".join(map(re.escape, codec.special_tokens)) + ")", rest)
-    return stop + end_token.end() if codec.special_tokens and end_token else None
+    return (head, rest) if found else None
 
 
 def _end_of_answer(answer: str, codec: Codec) -> int:

@@ -25,6 +25,7 @@ from slideformer.data.workers import Encoder, encode_all
 from slideformer.dataset_settings import DatasetSpec
 from slideformer.errors import BadInput
 
+TRAINING = "training"  # the role of rows that are trained on, in reports
 CACHE_FORMAT = 1  # to be raised when the same rows would become other samples
 TODAY = "strftime_now"  # what a chat template calls to print the date
 
@@ -61,7 +62,7 @@ def load_dataset(config: TrainConfig, codec: Codec) -> Dataset:
             streams.append(_open_stream(spec, codec, config))
             reports.append(streams[-1].report)
         else:
-            train.append(Source(load(spec, "training"), spec.weight, spec.path))
+            train.append(Source(load(spec, TRAINING), spec.weight, spec.path))
     evaluation: dict[str, Sequence[Sample]] = {
         name: load(spec, f"evaluation ({name})" if name else "evaluation") for name, spec in config.eval_dataset.items()
     }
@@ -87,7 +88,8 @@ def training_batches(dataset: Dataset, config: TrainConfig, codec: Codec) -> Bat
         )
     batches = Batches(dataset.train, rows, micro_batches, seed, codec.pad_id, pack_length)
     if pack_length:
-        for report, num_packs in zip(dataset.reports, batches.num_packs, strict=False):
+        reports = [report for report in dataset.reports if report.role == TRAINING]
+        for report, num_packs in zip(reports, batches.num_packs, strict=True):
             report.num_packs, report.pack_length = num_packs, pack_length
     return batches
 
@@ -146,7 +148,7 @@ def _encoded(
 def _open_stream(spec: DatasetSpec, codec: Codec, config: TrainConfig) -> Stream:
     """With its first rows read, so that what is wrong with all of them is known before anything else is loaded."""
     source, encoder = _prepared(spec, codec, config, streaming=True)
-    stream = Stream(source, encoder, spec.weight, _new_report(source, "training", codec))
+    stream = Stream(source, encoder, spec.weight, _new_report(source, TRAINING, codec))
     stream.report.streamed = True
     next(stream.samples())
     return stream

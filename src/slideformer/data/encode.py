@@ -164,7 +164,7 @@ def _remarks(ids: np.ndarray, labels: np.ndarray, codec: Codec, rules: EncodingR
     remarks = Remark.NONE
     learned = labels != IGNORED
     lasts = ids[learned & ~np.append(learned[1:], False)]
-    if not np.isin(lasts, codec.end_ids).all():
+    if not all(token in codec.end_ids for token in lasts.tolist()):
         remarks |= Remark.UNTERMINATED
     if learned.all() and rules.assistant_only_loss and rules.completion_only_loss:
         remarks |= Remark.UNMASKED

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Self
@@ -80,6 +80,24 @@ class Samples(Sequence[Sample]):
         """Some of the samples, in the order given. Shares the tokens."""
         chosen = {name: getattr(self, name)[indices] for name in INDEX}
         return Samples(self.files, self.input_ids, self.labels, **chosen)
+
+
+def lengths_of(samples: Sequence[Sample]) -> list[int]:
+    """Tokens of each."""
+    return samples.lengths.tolist() if isinstance(samples, Samples) else [len(sample) for sample in samples]
+
+
+def token_runs(samples: Sequence[Sample]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """input_ids and labels of all samples, one behind the other, in stretches of many samples where they lie so."""
+    if not isinstance(samples, Samples):
+        for sample in samples:
+            yield sample.input_ids.numpy(), sample.labels.numpy()
+        return
+    ends = samples.starts + samples.lengths
+    for run in np.split(np.arange(len(samples)), np.flatnonzero(samples.starts[1:] != ends[:-1]) + 1):
+        if len(run):
+            start, stop = samples.starts[run[0]], ends[run[-1]]
+            yield samples.input_ids[start:stop], samples.labels[start:stop]
 
 
 class SampleWriter:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from jinja2 import TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from slideformer.config import TrainConfig
@@ -65,6 +66,7 @@ class Codec:
         """Text with its special tokens, as it was."""
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
+    @cached_property
     def identity(self) -> str:
         """A digest of all that decides which ids a text and a conversation have."""
         facts = {
@@ -110,6 +112,7 @@ def load_tokenizer(
         raise BadInput(f"the tokenizer in {folder} has no tokenizer.json, which is needed to know what to train on")
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template)
+    _require_jinja(tokenizer, str(chat_template or folder))
     return Codec(tokenizer, str(folder), _end_ids(tokenizer, folder), dict(template_kwargs or {}))
 
 
@@ -120,6 +123,17 @@ def _read_template(path: Path) -> str:
         raise BadInput(f"chat_template: {path} cannot be read ({error.strerror}): give a jinja file") from None
     except UnicodeDecodeError as error:
         raise BadInput(f"chat_template: {path} is not UTF-8: {error}") from None
+
+
+def _require_jinja(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """That a conversation may not suit the template is found out with each."""
+    try:
+        if tokenizer.chat_template is not None:
+            tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise BadInput(f"the chat template of {where} is no jinja: {error.message} (line {error.lineno})") from None
+    except Exception:  # whatever a template raises that wants other messages
+        return
 
 
 def _end_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...]:

@@ -64,7 +64,7 @@ class Encoder:
     def identity(self) -> dict[str, object]:
         """All that decides what a row becomes, as JSON."""
         return {
-            "codec": self.codec.identity(),
+            "codec": self.codec.identity,
             "format": asdict(self.row_format),
             "rules": asdict(self.rules),
             "strict": self.strict,
