@@ -45,6 +45,8 @@ def read_file(path: Path) -> list[Setting]:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         raise BadInput(f"{where}: not valid YAML: {_why(error)}") from None
+    except BadInput:
+        raise
     except (ValueError, RecursionError) as error:  # a number of 5000 digits, a date of month 13; [[[[... without end
         raise BadInput(f"{path}: not valid YAML: {_why(error)}") from None
 
