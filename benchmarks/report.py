@@ -16,8 +16,8 @@ from pathlib import Path
 
 from rules import Line, call_faults, ceiling_of, line_faults, loss_difference, name_of
 
-COLUMNS = ("case", "step s", "min-max", "x fwd+bwd", "tokens/s", "TFLOP/s", "GPU GiB", "host GiB", "B/param up, down")
-COLUMNS += ("loss off by", "busy")
+COLUMNS = ("case", "step s", "min-max", "predicted", "x fwd+bwd", "tokens/s", "TFLOP/s", "GPU GiB", "host GiB")
+COLUMNS += ("B/param up, down", "loss off by", "busy")
 
 
 def main() -> int:
@@ -92,6 +92,7 @@ def _rows(lines: list[Line]) -> Iterator[tuple[str, ...]]:
             name_of(line),
             f"{times['median']:.4g}",
             f"{times['min']:.4g}-{times['max']:.4g}",
+            f"{line['predicted_step_s']:.4g}" if line["predicted_step_s"] else "",
             f"{times['median'] / base['step_s']['median']:.3f}" if base else "",
             f"{line['tokens_per_second']:.0f}",
             f"{line['tflops']:.4g}",

@@ -4,8 +4,8 @@
         --cases optimizer link stock-fwd-bwd stock-resident ours-streamed:eager fsdp2 ours-streamed:deferred fsdp2:clip
 
 Every case runs in a process of its own and adds one JSON line to --out, all under one `run`; `optimizer` and `link` are
-the benchmarks of those names. A case that is not installed says so and is passed over. `--report FILE` prints the table
-of a file and exits with 1 where a line does not add up.
+the benchmarks of those names. A case that is not installed says so and is passed over; one that does not fit ends with
+3, and the others go on. `--report FILE` prints the table of a file and exits with 1 where a line does not add up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from cases import MODULES, NotHere, Settings, measure, parse_case
+from cases import MODULES, NotHere, Settings, measure, missing, parse_case
 
 BESIDE = {"optimizer": ["optimizer.py", "--only-native", "--numel", str(1 << 29)], "link": ["link.py"]}
 """Benchmarks that share a call's `run`. 2^29 parameters are 7 GB of state and gradient, far beyond any cache."""
@@ -33,16 +33,17 @@ def main() -> int:
         return report(Path(args.report))
     if args.worker:
         return worker(args)
-    run, failed = uuid.uuid4().hex[:12], []
+    run, failed, status = uuid.uuid4().hex[:12], [], 0
     for name in args.cases:
         print(f"-- {name}", flush=True)
-        if call(command_of(args, name, run), args.case_timeout) != 0:
+        if (ended := call(command_of(args, name, run), args.case_timeout)) != 0:
             failed.append(name)
+            status = ended if status in (0, ended) else 1
     if args.out and Path(args.out).exists():
         call([sys.executable, str(Path(__file__).parent / "report.py"), args.out, "--run", run], None)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    return status
 
 
 def parse() -> argparse.Namespace:
@@ -148,16 +149,28 @@ def _option(text: str) -> tuple[str, object]:
 
 
 def worker(args: argparse.Namespace) -> int:
-    from lines import shared, write
-
     settings = settings_of(args)
+    if reason := missing(settings):  # before torch is imported: a peer that is not here should cost no time
+        return _not_here(args.worker, reason)
+    from torch import OutOfMemoryError
+
+    from lines import shared, write
+    from slideformer.errors import DoesNotFit
+
     called = sys.argv[: sys.argv.index("--worker")]
     try:
         measured = measure(settings)
-    except NotHere as reason:
-        print(f"not here: {args.worker}: {reason}", flush=True)
-        return 0
+    except NotHere as error:
+        return _not_here(args.worker, str(error))
+    except (DoesNotFit, MemoryError, OutOfMemoryError) as error:
+        print(f"does not fit: {args.worker}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        return 3
     write(shared("step", args.run, called) | describe(settings, measured), args.out)
+    return 0
+
+
+def _not_here(name: str, reason: str) -> int:
+    print(f"not here: {name}: {reason}", flush=True)
     return 0
 
 

@@ -46,6 +46,10 @@ def targets(lines: Sequence[Line]) -> Iterator[Target]:
     if first is None:
         return
     yield from _memory(steps)
+    for name, line in steps.items():
+        if line["predicted_step_s"]:
+            off = abs(line["predicted_step_s"] / _s(line) - 1)
+            yield Target(f"{name}, predicted step off by", off, 0.10)
     if (first["shape"], first["seq"]) == (SHAPE, SEQ):
         if first["batch"] == 32:
             yield from _large_batch(steps, best)

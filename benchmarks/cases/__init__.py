@@ -96,12 +96,19 @@ def parse_case(text: str) -> CaseName:
     return CaseName(case, limit, None, suffix == "clip")
 
 
-def measure(settings: Settings) -> dict[str, object]:
-    """What the case adds to its line. Raises NotHere."""
+def missing(settings: Settings) -> str | None:
+    """Why the case cannot be run, as far as that is seen without importing anything; None if it may be."""
     package = PACKAGES.get(settings.case)
     if package is not None and find_spec(package) is None:
-        raise NotHere(f"{package} is not installed: pip install {package}")
+        return f"{package} is not installed: pip install {package}"
     if settings.case == "megatrain" and not (settings.megatrain and (Path(settings.megatrain) / "infinity").is_dir()):
-        raise NotHere("no checkout of MegaTrain: give its folder with --megatrain")
+        return "no checkout of MegaTrain: give its folder with --megatrain"
+    return None
+
+
+def measure(settings: Settings) -> dict[str, object]:
+    """What the case adds to its line. Raises NotHere."""
+    if reason := missing(settings):
+        raise NotHere(reason)
     run: Callable[[Settings], dict[str, object]] = import_module(f"cases.{MODULES[settings.case]}").measure
     return run(settings)

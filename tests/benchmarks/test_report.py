@@ -119,7 +119,7 @@ def test_targets_are_ratios_within_the_call():
         large("stock-resident", 1.40),
         large("fsdp2", 2.5),
         large("fsdp2", 2.6, max_grad_norm=1.0),
-        large("ours-streamed", 1.43, update="eager", **ours),
+        large("ours-streamed", 1.43, update="eager", predicted_step_s=1.3, **ours),
         large("ours-streamed", 1.90, update="deferred", **(ours | {"max_grad_norm": 1.0})),
     ]
     found = {target.text: target for target in targets(lines)}
@@ -131,6 +131,8 @@ def test_targets_are_ratios_within_the_call():
     bound = 1.36 - 0.35 + 3_212_749_824 / 4e9
     joint = found["ours-streamed:deferred over T_backward + max(T_forward, update)"]
     assert joint.value == pytest.approx(1.90 / bound) and joint.met
+    predicted = found["ours-streamed:eager, predicted step off by"]
+    assert predicted.value == pytest.approx(1 - 1.3 / 1.43) and predicted.met
     host = found["ours-streamed:eager, host GiB over 12 B a parameter + 1 GiB"]
     assert host.value == pytest.approx(39.0 / (12 * 3_212_749_824 / 2**30 + 1)) and not host.met
     assert "MISSED" in str(host) and "at most 1" in str(host)

@@ -13,6 +13,7 @@ import torch
 import disk
 import link
 import optimizer
+import step
 from report import report, sift
 
 STEP = Path(__file__).parents[2] / "benchmarks" / "step.py"
@@ -80,6 +81,11 @@ def test_a_call_goes_on_past_a_peer_that_is_not_here(tmp_path):
     assert line["case"] == "ours-streamed" and line["max_grad_norm"] == 1.0 and line["num_layers"] == 2
     assert line["command"].startswith("python benchmarks/step.py --shape tiny") and "--worker" not in line["command"]
     assert line["command"].endswith("--out step.jsonl")  # names of folders stay where they are
+
+
+def test_a_case_ends_as_its_process_does_and_not_later_than_it_may():
+    assert step.call([sys.executable, "-c", "raise SystemExit(3)"], None) == 3
+    assert step.call([sys.executable, "-c", "import time; time.sleep(100)"], 0.1) == 1
 
 
 def test_a_case_that_nobody_knows_ends_the_call_before_it_starts():
