@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import threading
 import time
@@ -23,15 +22,6 @@ from train.test_trainer import read_metrics
 WRITER = torch.utils.tensorboard.SummaryWriter
 
 
-@pytest.fixture(scope="session")
-def trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """trackio reads it when it is imported, which is when a run first reports to it."""
-    folder = tmp_path_factory.mktemp("trackio")
-    os.environ["TRACKIO_DIR"] = str(folder)
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    return folder
-
-
 def told(config, **given) -> str:
     out = io.StringIO()
     with Trainer(args=config, console=PlainConsole(out), **given) as trainer:
@@ -39,7 +29,7 @@ def told(config, **given) -> str:
     return out.getvalue()
 
 
-def test_trackers_get_every_number_under_its_own_name(config_for, trackio_folder) -> None:
+def test_trackers_get_every_number_under_its_own_name(config_for) -> None:
     config = config_for(max_steps=3, val_size=4, report_to=["tensorboard", "trackio"], run_name="mine")
     assert "gets nothing more" not in told(config)
     events = EventAccumulator(f"{config.output_dir}/tensorboard")
@@ -53,7 +43,7 @@ def test_trackers_get_every_number_under_its_own_name(config_for, trackio_folder
         assert [event.step for event in found] == [step for step, _ in expected]
         assert [event.value for event in found] == pytest.approx([value for _, value in expected], rel=1e-6)  # fp32
 
-    from trackio.sqlite_storage import SQLiteStorage  # after the fixture has said where
+    from trackio.sqlite_storage import SQLiteStorage  # not before the fixtures have said where
 
     logged = [line for line in SQLiteStorage.get_logs("slideformer", "mine") if "loss" in line]
     assert [line["loss"] for line in logged] == [line["loss"] for line in lines if "loss" in line]
