@@ -100,6 +100,13 @@ def test_a_template_whose_answers_cannot_be_found_is_refused_with_template_and_r
         encode_chat(Chat(late), codec, "rows.jsonl:7")
 
 
+def test_a_conversation_that_begins_with_the_assistant_learns_from_its_first_word(make_codec) -> None:
+    codec = make_codec()
+    messages = [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "hi"}]
+    rendered = encode_chat(Chat(messages), codec, "rows.jsonl:1")
+    assert learned_text(rendered, codec) == "hello<end>"
+
+
 def test_a_conversation_without_a_chat_template_is_refused(make_codec) -> None:
     with pytest.raises(BadInput, match="row 3 is a conversation, but the tokenizer of toy has no chat template"):
         encode_chat(Chat(TURNS), make_codec(template=None), "row 3")

@@ -122,6 +122,8 @@ def test_the_card_tells_the_runs_facts_and_no_path(source, trained, tmp_path) ->
         assert expected in text, expected
     assert str(trained.parent) not in text
     assert "/tmp" not in text
+    result = (trained / "README.md").read_text()  # the run's own result has the same
+    assert "| steps | 4 |" in result and "M parameters, float32" in result
 
 
 def test_somebody_elses_card_stays(source, tmp_path) -> None:

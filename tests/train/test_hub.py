@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,7 +13,9 @@ import pytest
 
 from slideformer.errors import BadInput, RunFailed
 from slideformer.train import hub
+from slideformer.train.console import PlainConsole
 from slideformer.train.hub import push, require_hub
+from slideformer.train.trainer import train
 
 
 @pytest.fixture
@@ -75,3 +79,14 @@ def test_a_hub_that_does_not_answer_is_a_failure_too(tmp_path, monkeypatch) -> N
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(RunFailed, match=r"could not be pushed to somebody/model \(.*refused"):
         push(tmp_path, [], "somebody/model", private=True)
+
+
+def test_a_run_whose_push_is_refused_has_its_model_all_the_same(
+    refusing_hub, config_for, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
+    with pytest.raises(RunFailed, match="the model is complete in .* but could not be pushed to somebody/model"):
+        train(config_for(max_steps=1, push_to_hub=True, hub_model_id="somebody/model"), PlainConsole(io.StringIO()))
+    assert refusing_hub == ["/api/repos/create"]
+    assert json.loads((tmp_path / "out/run.json").read_text())["status"] == "finished"
+    assert (tmp_path / "out/model.safetensors").is_file()

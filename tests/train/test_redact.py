@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 
+from slideformer.train.console import PlainConsole
 from slideformer.train.record import RunRecord
 from slideformer.train.redact import redacted
+from slideformer.train.trainer import train
 
 HUB = "hf_" + "aB3" * 11
 
@@ -48,6 +51,15 @@ def test_the_value_of_a_variable_that_holds_a_secret_is_hidden_wherever_it_turns
 def test_ordinary_settings_stay_as_they_are(config_for) -> None:
     config = config_for().model_dump(mode="json")
     assert redacted(config) == config
+
+
+def test_a_checkpoint_holds_no_secret_and_can_be_continued(config_for, tmp_path) -> None:
+    config = config_for(max_steps=2, save_steps=1, hub_model_id=HUB)
+    train(config, PlainConsole(io.StringIO()))
+    assert HUB not in (tmp_path / "out/checkpoint-1/trainer.json").read_text()
+    told = io.StringIO()
+    train(config_for(max_steps=2, save_steps=1, hub_model_id=HUB, resume_from_checkpoint="auto"), PlainConsole(told))
+    assert "going on from" in told.getvalue()
 
 
 def test_run_json_holds_no_secret(config_for, tmp_path, monkeypatch) -> None:

@@ -92,7 +92,7 @@ def _touching(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int
 def _answer_span(index: int, text: str, chat: Chat, codec: Codec, where: str) -> tuple[int, int]:
     """Where in the rendered conversation message `index` stands, from its first character to its end token's last."""
     try:
-        before = _render(codec, chat.messages[:index], chat, add_generation_prompt=True)
+        before = _before_answer(index, chat, codec)
         is_last = index + 1 == len(chat.messages)
         upto = text if is_last else _render(codec, chat.messages[: index + 1], chat)
     except UnusableRow as error:
@@ -112,6 +112,17 @@ def _answer_span(index: int, text: str, chat: Chat, codec: Codec, where: str) ->
         if codec.special_tokens and end_token:
             return start, len(text) - len(rest) + end_token.end()
     raise _underivable(codec, where, index, "the message is rendered differently when more messages follow")
+
+
+def _before_answer(index: int, chat: Chat, codec: Codec) -> str:
+    """The conversation up to answer `index` with its generation prompt. No template takes a conversation of nothing:
+    what then stands before the first message is what stands before any other words in its place."""
+    if index:
+        return _render(codec, chat.messages[:index], chat, add_generation_prompt=True)
+    around = _around_a_stand_in(index, chat, codec)
+    if around is None:
+        raise UnusableRow(Reason.TEMPLATE, "it begins with the assistant")
+    return around[0]
 
 
 def _around_a_stand_in(index: int, chat: Chat, codec: Codec) -> tuple[str, str] | None:

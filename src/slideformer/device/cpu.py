@@ -13,6 +13,7 @@ import torch
 
 from slideformer.device.api import MEASURED_RUNS, Lane, LaneFailure, Measured
 from slideformer.device.lanes import Fault, HostMark, ThreadLane
+from slideformer.errors import DoesNotFit
 
 
 class CpuLane(ThreadLane):
@@ -60,7 +61,14 @@ class CpuDevice:
         return lane
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.empty(numel, dtype=dtype)
+        try:
+            tensor = torch.empty(numel, dtype=dtype)
+        except RuntimeError as error:
+            need = numel * dtype.itemsize / 2**30
+            raise DoesNotFit(
+                f"the host has no {need:.2f} GiB left for a buffer: lower window, max_length or the batch size, or "
+                "free memory"
+            ) from error
         self._nbytes += tensor.nbytes
         return tensor
 

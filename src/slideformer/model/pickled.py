@@ -1,4 +1,4 @@
-"""Weights in a pickle (pytorch_model.bin), for those who ask for it: torch's loader that builds tensors and nothing else."""
+"""Weights in a pickle (pytorch_model.bin), if somebody asks for it: torch's loader that builds tensors only."""
 
 from __future__ import annotations
 

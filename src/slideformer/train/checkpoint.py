@@ -7,6 +7,7 @@ The state is written from where it lies and read a tile at a time, so neither ta
 
 from __future__ import annotations
 
+import json
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from slideformer.memory import size
 from slideformer.memory.state import PlaneName
 from slideformer.model import files, tensorfile
 from slideformer.native import Planes
+from slideformer.train.redact import redacted
 
 FORMAT = 1
 TRAINER, MANIFEST = "trainer.json", "manifest.json"
@@ -110,7 +112,9 @@ def write(parent: Path, record: Record, engine: Engine) -> Path:
         for index in range(len(engine.layout.units)):
             tensors = _tensors(engine.layout, index, engine.planes(index))
             sums[unit_file(index)] = files.write_file(partial / unit_file(index), _writer(tensors, engine.layout))
-        sums[TRAINER] = files.write_text(partial / TRAINER, record.model_dump_json(indent=2))
+        sums[TRAINER] = files.write_text(
+            partial / TRAINER, json.dumps(redacted(record.model_dump(mode="json")), indent=2)
+        )
         listed = {name: _Sum(nbytes=found.nbytes, crc32=found.crc32) for name, found in sums.items()}
         files.write_text(partial / MANIFEST, _Manifest(step=step, files=listed).model_dump_json(indent=2))
         files.flush_folder(partial)
