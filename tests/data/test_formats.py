@@ -91,6 +91,14 @@ def test_columns_that_fit_nothing_are_listed_with_all_that_would() -> None:
         parse({"question": "a", "answer": "b"}, columns={"prompt": "asked"})
 
 
+def test_pairs_of_answers_are_not_taken_for_conversations_unless_a_column_is_named() -> None:
+    row = {"prompt": "a", "chosen": "good", "rejected": "bad", "text": "a good one"}
+    with pytest.raises(BadInput, match=r"rows.jsonl:3: the rows are pairs .* columns: \{completion: chosen\}"):
+        parse(row)
+    assert parse(row, columns={"completion": "chosen"}) == Completion("a", "good")
+    assert parse(row, name="text") == Text("a good one")
+
+
 @pytest.mark.parametrize(
     ("columns", "reason", "found"),
     [

@@ -43,6 +43,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
 }
 """Format -> the columns without which a row is not of it. Where several fit, the first is taken."""
 
+PREFERENCES = frozenset(("chosen", "rejected"))  # columns of rows for another kind of training
 LAYOUTS = """{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}, \
 {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}, \
 {"instruction": ..., "input": ..., "output": ...}, \
@@ -115,6 +116,11 @@ def _layout(columns: Mapping[str, object], row: RawRow, row_format: RowFormat) -
         for name, needed in NEEDED.items()
         if asked in ("auto", name) and all(column in columns for column in needed)
     ]
+    if not named and asked == "auto" and PREFERENCES <= columns.keys():
+        raise BadInput(
+            f"{row.where}: the rows are pairs of a better and a worse answer (chosen, rejected), from which nothing is "
+            "learned here; to train on the better ones, name them: columns: {completion: chosen}"
+        )
     if fitting:
         return next((name for name in fitting if named.intersection(NEEDED[name])), fitting[0])
     found = ", ".join(map(str, row.columns)) or "none"
