@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -87,13 +88,27 @@ def shape(name: str, *, num_layers: int | None = None) -> PretrainedConfig:
     return config
 
 
+PIECE_NUMEL = 1 << 24
+
+
 def random_weight(name: str, shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
     """bf16 values that depend on the parameter's name alone: norms are one, the rest is normal with deviation 0.02."""
-    if len(shape) < 2:
-        return torch.ones(shape, dtype=torch.bfloat16, device=device)
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
-    generator = torch.Generator(device=device).manual_seed(seed)
-    return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0.0, 0.02, generator=generator)
+    whole = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    start = 0
+    for piece in random_pieces(name, shape, device):
+        whole.view(-1)[start : start + piece.numel()] = piece
+        start += piece.numel()
+    return whole
+
+
+def random_pieces(name: str, shape: tuple[int, ...], device: torch.device | str) -> Iterator[torch.Tensor]:
+    """The same, flat and in pieces of at most PIECE_NUMEL, for whoever has no room for all of it."""
+    for start in range(0, math.prod(shape), PIECE_NUMEL):
+        piece = torch.ones(min(PIECE_NUMEL, math.prod(shape) - start), dtype=torch.bfloat16, device=device)
+        if len(shape) > 1:
+            seed = int.from_bytes(hashlib.sha256(f"{name} {start}".encode()).digest()[:4], "big")
+            piece.normal_(0.0, 0.02, generator=torch.Generator(device=device).manual_seed(seed))
+        yield piece
 
 
 def random_tokens(step: int, rows: int, length: int, vocab_size: int) -> torch.Tensor:

@@ -183,7 +183,7 @@ def describe(settings: Settings, measured: dict[str, object]) -> dict[str, objec
     median = measured["step_s"]["median"]
     return {
         "case": settings.case,
-        "shape": Path(settings.shape).name,
+        "shape": Path(settings.shape.removesuffix("/config.json")).name,
         "num_layers": config.num_hidden_layers,
         "batch": settings.batch,
         "micro_batches": settings.micro_batches,

@@ -56,7 +56,8 @@ def pinned_by_torch() -> int:
 class _Losses:
     """Losses, read one step late, and the seconds from one to the next by the clock of the device they come from."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, cuda: bool) -> None:
+        self._cuda = cuda
         self.values: list[float] = []
         self._stamps: list[float | torch.cuda.Event] = []
         self._waiting: torch.Tensor | None = None
@@ -64,7 +65,7 @@ class _Losses:
     def push(self, loss: torch.Tensor) -> None:
         host = loss.detach().float()
         stamp: float | torch.cuda.Event = time.perf_counter()
-        if torch.cuda.is_available():
+        if self._cuda:
             host = torch.empty((), dtype=torch.float32, pin_memory=True)
             host.copy_(loss.detach(), non_blocking=True)
             stamp = torch.cuda.Event(enable_timing=True)
@@ -92,36 +93,35 @@ class _Losses:
 
 def run(peer: Peer, settings: Settings) -> dict[str, object]:
     """Warm up, measure, and count one more step; the case's part of its line."""
-    if torch.cuda.is_available():
+    cuda = torch.cuda.is_available() and settings.device != "cpu"
+    if cuda:
         torch.cuda.reset_peak_memory_stats()
-
-    def tokens(index: int) -> torch.Tensor:
-        return random_tokens(index, settings.batch, settings.seq, peer.vocab_size)
-
-    batches = [tokens(index) for index in range(settings.warmup + settings.steps + 1)]
-    losses = _Losses()
-    for batch in batches[:-1]:
+    num = settings.warmup + settings.steps
+    batches = [random_tokens(i, settings.batch, settings.seq, peer.vocab_size) for i in range(num + 1)]
+    losses = _Losses(cuda=cuda)
+    for batch in batches[:num]:
         losses.push(peer.step(batch))
     losses.flush()
     peer.synchronize()
-    times = losses.steps_s()[settings.warmup - 1 :]
-    with copies() as traffic, peer.updates() as count:
-        peer.step(batches[-1])
-        peer.synchronize()
-    cuda = torch.cuda.is_available() and settings.device != "cpu"
-    return {
-        "loss": [round(value, 5) for value in losses.values],
-        "step_s": spread(times),
-        "busy": traffic.busy,
-        "bytes": {"up": traffic.up, "down": traffic.down} if cuda else None,
-        "plan_bytes": None,
-        "params_updated": None if count is None else count.numel,
+    memory = {  # before a step is counted: reading the driver's record takes host memory
         "gpu_peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 3) if cuda else 0.0,
         "gpu_reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 3) if cuda else 0.0,
         "host_peak_gib": host_peak_gib(),
         "pinned_gib": round(peer.pinned_nbytes() / GIB, 3),
+    }
+    with copies(cuda=cuda) as traffic, peer.updates() as count:
+        peer.step(batches[num])
+        peer.synchronize()
+    return {
+        "loss": [round(value, 5) for value in losses.values],
+        "step_s": spread(losses.steps_s()[settings.warmup - 1 :]),
+        "busy": traffic.busy,
+        "bytes": {"up": traffic.up, "down": traffic.down} if cuda else None,
+        "plan_bytes": None,
+        "params_updated": None if count is None else count.numel,
         "predicted_step_s": None,
         "cpu_threads": peer.threads,
+        **memory,
     }
 
 
