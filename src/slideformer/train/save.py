@@ -19,6 +19,7 @@ from slideformer.model.decoder import Decoder
 from slideformer.model.folder import read_generation_config, save_model
 from slideformer.train.card import CARD, Facts, card, write_card
 
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -28,7 +29,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "vocab.txt",
     "tokenizer.model",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "chat_template.json",
 )
 TEMPLATE_FOLDER = "additional_chat_templates"

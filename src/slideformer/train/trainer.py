@@ -6,6 +6,7 @@ then the engine is opened, loaded, and handed to the loop.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,7 +39,7 @@ from slideformer.train.output import claimed
 from slideformer.train.plot import plot_loss
 from slideformer.train.record import RunRecord, versions
 from slideformer.train.resume import Origin, find_origin
-from slideformer.train.save import companions, save
+from slideformer.train.save import CHAT_TEMPLATE, companions, save
 from slideformer.train.schedule import Schedule, num_steps
 from slideformer.train.setup import build_decoder, engine_options, save_dtype
 from slideformer.train.stop import Stopped, StopRequests
@@ -305,6 +306,9 @@ class Trainer:
             names = [*save_model(target, self._engine.decoder, read, dtype=dtype, generation_config=generation)]
         if self._inputs.tokenizer is not None:
             names += [Path(path).name for path in self._inputs.tokenizer.save_pretrained(str(target))]
+        elif self.args.chat_template is not None:
+            shutil.copyfile(self.args.chat_template, target / CHAT_TEMPLATE)
+            names = [*(name for name in names if name != CHAT_TEMPLATE), CHAT_TEMPLATE]
         return names
 
     @contextmanager
