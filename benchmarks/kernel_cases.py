@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from slideformer.kernels.device_update import squared_norm_, update_
 from slideformer.kernels.glu import glu
-from slideformer.kernels.linear_cross_entropy import Softmax, loss_and_grads
+from slideformer.kernels.linear_cross_entropy import SlicedLoss, Softmax, loss_and_grads
 from slideformer.kernels.rms_norm import add_rms_norm, rms_norm
 from slideformer.kernels.rotary import rotary_
 from slideformer.model.decoder import Decoder
@@ -199,7 +199,20 @@ def cross_entropy(inputs: Inputs, tokens: int) -> Op:
             bias_sum=None, overwrite=True,
         ), weight_sum  # fmt: skip
 
+    def sliced() -> object:
+        """Never more than an eighth of the projection or its gradient, if they were not here already."""
+        loss, step = SlicedLoss(hidden.detach(), labels, Softmax(), denominator=float(tokens)), -(-vocab // 8)
+        parts = [(a, weight.detach()[a : a + step]) for a in range(0, vocab, step)]
+        weight_sum = torch.empty(step, width, dtype=torch.float32, device=inputs.device)
+        for first, part in parts:
+            loss.see(first, part, None)
+        loss.loss()
+        for first, part in parts:
+            loss.grads(first, part, None, weight_sum=weight_sum[: len(part)], bias_sum=None, overwrite=True)
+        return loss.hidden_grad()
+
     op.impls["ours"] = ours
+    op.impls["ours sliced"] = sliced
     return op
 
 

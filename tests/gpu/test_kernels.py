@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from kernels.elementwise import CONVENTIONS, check_glu, check_rms_norm, check_rotary
-from kernels.test_linear_cross_entropy import DENOMINATOR, PLAIN, SCALED, assert_within, exact
+from kernels.test_linear_cross_entropy import DENOMINATOR, PLAIN, SCALED, assert_within, by_slices, exact
 from slideformer.data.batches import MicroBatch
 from slideformer.device.cuda import CudaDevice
 from slideformer.engine import Engine, EngineOptions
-from slideformer.kernels.linear_cross_entropy import Softmax, loss_and_grads
+from slideformer.kernels.linear_cross_entropy import SlicedLoss, Softmax, loss_and_grads
 from slideformer.model.decoder import Decoder
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -56,7 +56,8 @@ def test_glu(scale, size, halves, activation, dtype):
 @pytest.mark.parametrize("softmax", [PLAIN, SCALED, Softmax(softcap=30.0), Softmax(scale=4.0, softcap=5.0)], ids=str)
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("size", [(300, 512, 32_003), (5, 123, 123)], ids=str)
-def test_linear_cross_entropy_in_bf16(size, with_bias, softmax):
+@pytest.mark.parametrize("sliced", [False, True], ids=["whole", "sliced"])
+def test_linear_cross_entropy_in_bf16(sliced, size, with_bias, softmax):
     tokens, width, vocab = size
     generator = torch.Generator("cuda").manual_seed(0)
     randn = lambda *s: torch.randn(s, generator=generator, device="cuda")  # noqa: E731
@@ -64,17 +65,70 @@ def test_linear_cross_entropy_in_bf16(size, with_bias, softmax):
     bias = randn(vocab).bfloat16() if with_bias else None
     labels = torch.randint(vocab, (tokens,), generator=generator, device="cuda")
     expected = exact(hidden, weight, bias, labels, softmax, torch.bfloat16)
-    weight_sum = torch.full((vocab, width), float("nan"), device="cuda")
-    bias_sum = None if bias is None else torch.full((vocab,), float("nan"), device="cuda")
-    loss, hidden_grad = loss_and_grads(
-        hidden, weight, bias, labels, softmax, denominator=DENOMINATOR, weight_sum=weight_sum, bias_sum=bias_sum,
-        overwrite=True, chunk=128,
-    )  # fmt: skip
-    assert_within(loss, expected.loss, expected.errors["loss"])
-    assert_within(hidden_grad, expected.hidden, expected.errors["hidden"])
-    assert_within(weight_sum, expected.weight, expected.errors["weight"])
-    if bias_sum is not None:
-        assert_within(bias_sum, expected.bias, expected.errors["bias"])
+    if sliced:
+        cuts = (1, vocab // 3, vocab // 2)
+        found = by_slices(hidden, weight, bias, labels, softmax, cuts=cuts, parts=2, chunk=128, device="cuda")
+    else:
+        weight_sum = torch.full((vocab, width), float("nan"), device="cuda")
+        bias_sum = None if bias is None else torch.full((vocab,), float("nan"), device="cuda")
+        loss, hidden_grad = loss_and_grads(
+            hidden, weight, bias, labels, softmax, denominator=DENOMINATOR, weight_sum=weight_sum, bias_sum=bias_sum,
+            overwrite=True, chunk=128,
+        )  # fmt: skip
+        found = (loss, hidden_grad, weight_sum, bias_sum)
+    for value, name in zip(found, ("loss", "hidden", "weight", "bias"), strict=True):
+        if value is not None:
+            assert_within(value, getattr(expected, name), expected.errors[name])
+
+
+def peak_nbytes(work) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_memory_of_the_loss_does_not_depend_on_the_number_of_chunks():
+    """But for the hidden gradient (2 bytes x width) and a few words a token."""
+    vocab, width, chunk = 32_000, 512, 256
+    weight = torch.randn(vocab, width, device="cuda").bfloat16()
+    weight_sum = torch.empty(vocab, width, device="cuda")
+
+    def peak(num_chunks: int) -> int:
+        hidden = torch.randn(num_chunks * chunk, width, device="cuda").bfloat16()
+        labels = torch.randint(vocab, (num_chunks * chunk,), device="cuda")
+        run = lambda: loss_and_grads(  # noqa: E731
+            hidden, weight, None, labels, PLAIN, denominator=1.0, weight_sum=weight_sum, bias_sum=None, overwrite=True,
+            chunk=chunk,
+        )  # fmt: skip
+        run()
+        return peak_nbytes(run) - hidden.nbytes
+
+    assert abs(peak(16) - peak(2)) <= 1 << 20
+
+
+def test_by_slices_neither_projection_nor_gradient_is_whole():
+    vocab, width, tokens, step = 64_000, 1024, 1024, 8000
+    weight = torch.randn(vocab, width).bfloat16().pin_memory()
+    hidden = torch.randn(tokens, width, device="cuda").bfloat16()
+    labels = torch.randint(vocab, (tokens,), device="cuda")
+
+    def run() -> None:
+        loss = SlicedLoss(hidden, labels, PLAIN, denominator=1.0)
+        for a in range(0, vocab, step):
+            loss.see(a, weight[a : a + step].cuda(), None)
+        loss.loss()
+        grad = torch.empty(step, width, device="cuda")
+        for a in range(0, vocab, step):
+            loss.grads(a, weight[a : a + step].cuda(), None, weight_sum=grad, bias_sum=None, overwrite=True)
+        loss.hidden_grad()
+
+    run()
+    slice_nbytes = step * width * (2 + 4) + tokens * step * 2  # of projection and gradient, and the logits
+    assert peak_nbytes(run) <= 1.1 * (slice_nbytes + step * width * 2 + tokens * width * 8)
+    assert peak_nbytes(run) < vocab * width * 2
 
 
 @pytest.mark.timeout(300)

@@ -25,6 +25,14 @@ KERNELS: dict[str, dict[str, object]] = {
     "softmax_gradient._softmax_gradient": {
         "z_ptr": "*bf16", "label_ptr": "*i64", "num_columns": "i32", "HAS_CAP": True, "BLOCK": 4096,
     },
+    "softmax_gradient._softmax_sums": {
+        "z_ptr": "*bf16", "label_ptr": "*i64", "num_columns": "i32", "first_column": "i32", "HAS_CAP": True,
+        "BLOCK": 4096,
+    },
+    "softmax_gradient._gradient_of_slice": {
+        "z_ptr": "*bf16", "label_ptr": "*i64", "num_columns": "i32", "first_column": "i32", "HAS_CAP": True,
+        "BLOCK": 4096,
+    },
     "adamw._adamw": {
         "weight_ptr": "*i16", "residual_ptr": "*i16", "grad_ptr": "*i16", "numel": "i32", "decay_numel": "i32",
         "HAS_GRAD": True, "GRAD_IS_BF16": True, "SCALE_ON_DEVICE": True, "BLOCK": 1024,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from slideformer.kernels.linear_cross_entropy import Softmax, loss_and_grads, loss_only
+from slideformer.kernels.linear_cross_entropy import SlicedLoss, Softmax, loss_and_grads, loss_only
 
 U = 2.0**-24
 BF16 = 2.0**-8
@@ -232,3 +232,69 @@ def test_a_logit_that_is_not_finite_shows_in_the_loss(generator):
         hidden[3, 2] = value
         assert not torch.isfinite(run(hidden, weight, None, labels, PLAIN, chunk=4)[0])
         assert not torch.isfinite(loss_only(hidden, weight, None, labels, PLAIN, chunk=4))
+
+
+def by_slices(hidden, weight, bias, labels, softmax, *, cuts, parts=1, chunk=7, order=None, device="cpu"):
+    """As `run`, the projection never whole: slices between `cuts`, in any order, for `parts` micro-batches."""
+    losses = [
+        SlicedLoss(h, t, softmax, denominator=DENOMINATOR, chunk=chunk)
+        for h, t in zip(hidden.tensor_split(parts), labels.tensor_split(parts), strict=True)
+    ]
+    edges = [0, *cuts, weight.shape[0]]
+    slices = list(zip(edges, edges[1:], strict=False))
+    slices = [slices[i] for i in order or range(len(slices))]
+    for a, b in slices:
+        for loss in losses:
+            loss.see(a, weight[a:b].clone(), None if bias is None else bias[a:b])
+    total = sum(loss.loss() for loss in losses)
+    weight_sum = torch.full(weight.shape, float("nan"), device=device)
+    bias_sum = None if bias is None else torch.full(bias.shape, float("nan"), device=device)
+    for a, b in slices:
+        for index, loss in enumerate(losses):
+            loss.grads(
+                a, weight[a:b].clone(), None if bias is None else bias[a:b], weight_sum=weight_sum[a:b],
+                bias_sum=None if bias_sum is None else bias_sum[a:b], overwrite=index == 0,
+            )  # fmt: skip
+    return total, torch.cat([loss.hidden_grad() for loss in losses]), weight_sum, bias_sum
+
+
+@BIAS
+@pytest.mark.parametrize("softmax", [PLAIN, BOTH], ids=["plain", "both"])
+@DTYPE
+@pytest.mark.parametrize(("cuts", "order"), [((1, 30, 31, 90), None), ((50,), (1, 0)), ((), None)], ids=str)
+def test_by_slices_of_the_vocabulary_it_is_within_the_same_bounds(cuts, order, dtype, softmax, with_bias, generator):
+    """Slices add less error than they save: the hidden gradient is rounded once, after all of them."""
+    hidden, weight, bias, labels = inputs((24, 16, 97, 0), dtype, with_bias, generator)
+    labels[:4] = torch.tensor([0, 1, 30, 96])  # at the edges of slices
+    expected = exact(hidden, weight, bias, labels, softmax, dtype)
+    for parts in (1, 3):
+        found = by_slices(hidden, weight, bias, labels, softmax, cuts=cuts, order=order, parts=parts)
+        assert found[0].dtype is torch.float32 and found[1].dtype is dtype
+        for value, name in zip(found, ("loss", "hidden", "weight", "bias"), strict=True):
+            if value is not None:
+                assert_within(value, getattr(expected, name), expected.errors[name])
+
+
+def test_by_slices_no_token_at_all_overwrites_with_zeros():
+    hidden, weight, bias = torch.empty(0, 8), torch.ones(5, 8), torch.ones(5)
+    found = by_slices(hidden, weight, bias, torch.empty(0, dtype=torch.int64), PLAIN, cuts=(2,))
+    assert float(found[0]) == 0.0 and found[1].shape == (0, 8) and not found[2].any() and not found[3].any()
+
+
+@pytest.mark.parametrize("spread", [30.0, 300.0])
+def test_by_slices_large_logits_do_not_overflow(spread, generator):
+    hidden, weight, bias, labels = inputs((40, 16, 37, 0), torch.float32, True, generator, spread=spread)
+    expected = exact(hidden, weight, bias, labels, PLAIN, torch.float32)
+    found = by_slices(hidden, weight, bias, labels, PLAIN, cuts=(5, 20))
+    for value, name in zip(found, ("loss", "hidden", "weight", "bias"), strict=True):
+        assert_within(value, getattr(expected, name), expected.errors[name])
+
+
+def test_by_slices_what_is_not_wanted_is_not_needed(generator):
+    hidden, weight, _, labels = inputs((20, 16, 37, 0), torch.float32, False, generator)
+    loss = SlicedLoss(hidden, labels, PLAIN, denominator=DENOMINATOR)
+    loss.see(0, weight, None)
+    loss.loss()
+    loss.grads(0, weight, None, weight_sum=None, bias_sum=None, overwrite=True)
+    whole = run(hidden, weight, None, labels, PLAIN, chunk=20)
+    assert_within(loss.hidden_grad(), whole[1].double(), whole[1].abs() * 1e-5 + 1e-8)

@@ -1,11 +1,13 @@
 """Output projection, cross entropy and all their gradients, without ever holding the logits of more than a chunk.
 
 The whole batch's number of target tokens is known before it starts, so loss and gradients are divided once, by that.
-Sums over chunks and calls are in fp32; the logits are rounded to the compute dtype, as the model itself does.
+Sums over chunks and calls are in fp32; the logits are rounded to the compute dtype, as the model itself does. Two ways:
+`loss_and_grads` where the projection and its gradient are on the device, `SlicedLoss` where they come by slices.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -83,10 +85,127 @@ def loss_and_grads(
         total += losses.sum()
         torch.mm(dz, weight, out=hidden_grad[part])
         if weight_sum is not None:
-            _add_outer(weight_sum, dz, h, overwrite=overwrite and start == 0)
+            _add_product(weight_sum, dz.t(), h, overwrite=overwrite and start == 0)
         if bias_sum is not None:
             bias_sum.add_(dz.sum(0, dtype=torch.float32))
     return total / denominator, hidden_grad
+
+
+class SlicedLoss:
+    """Loss and gradients of tokens whose projection comes in slices of the vocabulary, twice: first every slice is
+    seen, then, with the sums known, every slice gets its gradient, complete, and gives its share of the hidden one.
+
+    On the device at once: one slice of the projection, one of its gradient, chunk x slice logits, and fp32 [n, H] for
+    the hidden gradient. For that the logits are computed twice. With several micro-batches one instance each: all of
+    them see a slice, and later all add to the gradient of a slice, while it is there.
+    hidden [n, H], labels int64 [n], all valid; both must stay as they are. denominator: as in `loss_and_grads`.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        softmax: Softmax,
+        *,
+        denominator: float,
+        chunk: int = CHUNK_TOKENS,
+    ) -> None:
+        num, device = hidden.shape[0], hidden.device
+        self._hidden, self._labels, self._softmax, self._chunk = hidden, labels, softmax, chunk
+        self._denominator = denominator
+        self._maximum = torch.full((num,), float("-inf"), dtype=torch.float32, device=device)
+        self._total, self._picked = (torch.zeros(num, dtype=torch.float32, device=device) for _ in range(2))
+        self._log_sum: Tensor | None = None
+        self._hidden_sum: Tensor | None = None
+
+    def see(self, first_row: int, weight: Tensor, bias: Tensor | None) -> None:
+        """Take rows first_row and on of the projection into the sums. weight [Vs, H], bias [Vs], hidden's dtype."""
+        assert self._log_sum is None, "the loss was already asked for"
+        for part, _, z in self._chunks(weight, bias):
+            state = (self._maximum[part], self._total[part], self._picked[part])
+            _add_sums(z, self._labels[part], *state, first_row, self._softmax)
+
+    def loss(self) -> Tensor:
+        """Of all tokens / denominator, fp32 []; after every slice was seen."""
+        self._log_sum = self._maximum + torch.log(self._total)
+        return (self._log_sum - self._picked).sum() / self._denominator
+
+    def grads(
+        self,
+        first_row: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        weight_sum: Tensor | None,
+        bias_sum: Tensor | None,
+        overwrite: bool,
+    ) -> None:
+        """The gradients of a slice; after `loss`. weight_sum fp32 [Vs, H] and bias_sum fp32 [Vs] are added to, or with
+        `overwrite` overwritten; None: not wanted."""
+        assert self._log_sum is not None, "the loss must be asked for first"
+        first = self._hidden_sum is None
+        if self._hidden_sum is None:
+            self._hidden_sum = torch.empty(self._hidden.shape, dtype=torch.float32, device=self._hidden.device)
+        for total in (weight_sum, bias_sum):
+            if total is not None and overwrite and self._hidden.shape[0] == 0:
+                total.zero_()
+        for part, h, z in self._chunks(weight, bias):
+            dz = self._gradient(z, part, first_row)
+            fresh = overwrite and part.start == 0
+            _add_product(self._hidden_sum[part], dz, weight, overwrite=first)
+            if weight_sum is not None:
+                _add_product(weight_sum, dz.t(), h, overwrite=fresh)
+            if bias_sum is not None:
+                columns = dz.sum(0, dtype=torch.float32)
+                bias_sum.copy_(columns) if fresh else bias_sum.add_(columns)
+
+    def hidden_grad(self) -> Tensor:
+        """[n, H] in hidden's dtype; after every slice had its `grads`."""
+        assert self._hidden_sum is not None, "no slice had its gradients yet"
+        return self._hidden_sum.to(self._hidden.dtype)
+
+    def _chunks(self, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        for start in range(0, self._hidden.shape[0], self._chunk):
+            part = slice(start, start + self._chunk)
+            h = self._hidden[part]
+            yield part, h, torch.nn.functional.linear(h, weight, bias)
+
+    def _gradient(self, z: Tensor, part: slice, first_row: int) -> Tensor:
+        assert self._log_sum is not None
+        labels, log_sum, factor = self._labels[part], self._log_sum[part], 1.0 / self._denominator
+        if z.is_cuda:
+            from slideformer.kernels.softmax_gradient import gradient_of_slice_
+
+            scale, softcap = self._softmax.scale, self._softmax.softcap
+            gradient_of_slice_(z, labels, log_sum, first_column=first_row, scale=scale, softcap=softcap, factor=factor)
+            return z
+        logits = self._softmax.logits(z)
+        grad = torch.exp(logits - log_sum[:, None])
+        here = _in_slice(labels, first_row, z.shape[1])
+        grad[here, labels[here] - first_row] -= 1.0
+        return self._softmax.chain(grad.mul_(factor), logits).to(z.dtype)
+
+
+def _in_slice(labels: Tensor, first_row: int, num_rows: int) -> Tensor:
+    return (labels >= first_row) & (labels < first_row + num_rows)
+
+
+def _add_sums(
+    z: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, picked: Tensor, first_row: int, softmax: Softmax
+) -> None:
+    """Maximum, sum of exponentials above it and the label's logit, in place, with a slice's z [n, Vs] taken in."""
+    if z.is_cuda:
+        from slideformer.kernels.softmax_gradient import add_softmax_sums_
+
+        scale, softcap = softmax.scale, softmax.softcap
+        add_softmax_sums_(z, labels, maximum, total, picked, first_column=first_row, scale=scale, softcap=softcap)
+        return
+    logits = softmax.logits(z)
+    new = torch.maximum(maximum, logits.amax(1))
+    total.mul_(torch.exp(maximum - new)).add_(torch.exp(logits - new[:, None]).sum(1))
+    maximum.copy_(new)
+    here = _in_slice(labels, first_row, z.shape[1])
+    picked[here] = logits[here, labels[here] - first_row]
 
 
 def _softmax_gradient(z: Tensor, labels: Tensor, softmax: Softmax, factor: float) -> tuple[Tensor, Tensor]:
@@ -104,15 +223,15 @@ def _softmax_gradient(z: Tensor, labels: Tensor, softmax: Softmax, factor: float
     return losses, softmax.chain(grad.mul_(factor), logits).to(z.dtype)
 
 
-def _add_outer(total: Tensor, dz: Tensor, hidden: Tensor, *, overwrite: bool) -> None:
-    """total (fp32 [V, H]) (+)= dz.T @ hidden, summed in fp32."""
-    if dz.dtype is torch.float32:
-        torch.addmm(total, dz.t(), hidden, beta=0.0 if overwrite else 1.0, out=total)
-    elif dz.is_cuda:
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool) -> None:
+    """total (fp32) (+)= a @ b, summed in fp32."""
+    if a.dtype is torch.float32:
+        torch.addmm(total, a, b, beta=0.0 if overwrite else 1.0, out=total)
+    elif a.is_cuda:
         if overwrite:
-            torch.mm(dz.t(), hidden, out_dtype=torch.float32, out=total)
+            torch.mm(a, b, out_dtype=torch.float32, out=total)
         else:
-            torch.addmm(total, dz.t(), hidden, out_dtype=torch.float32, out=total)
+            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:  # a bf16 matrix product on the CPU cannot write fp32
-        product = torch.mm(dz.t().float(), hidden.float())
+        product = torch.mm(a.float(), b.float())
         total.copy_(product) if overwrite else total.add_(product)
