@@ -13,7 +13,7 @@ from slideformer.engine.costs import ASSUMED, Costs, assumed
 from slideformer.engine.fit import budget_of
 from slideformer.engine.placement import Room, place
 
-AUTO = {"saved_on_device": "auto", "resident": "auto", "keep": "auto"}
+AUTO = {"saved_on_device": "auto", "resident": "auto", "keep": "auto", "late": "auto"}
 LARGE = 2**40
 
 

@@ -183,3 +183,16 @@ def test_an_eager_step_with_a_gradient_that_is_not_finite_stops_and_leaves_a_tor
             engine.synchronize()
         with pytest.raises(RunFailed, match="torn"):
             engine.read(0, 0, 1)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("late", [(2, 4), (1, 2, 3, 4)], ids=str)
+def test_late_updates_equal_the_sequential_loop_bit_for_bit(late, dtype, micro_batches):
+    options = toy_options(micro_batches=micro_batches, late=late, ring=2, grad_slots=1, **EAGER)
+    expected = reference("llama", True, dtype, micro_batches, 0.0)
+    with engine_on(toy_decoder(dtype=dtype), options, CpuDevice(jitter_s=1e-3, poison=True)) as engine:
+        assert run_engine(engine, repeated(toy_batch(micro_batches))) == expected
+        order = [op.unit for op in engine.plan.ops if op.lane is LaneName.UPDATE and op.unit in BLOCKS]
+        first = [u for u in BLOCKS if u not in late]
+        assert list(dict.fromkeys(order)) == [*reversed(first), *late]

@@ -91,6 +91,7 @@ def cases(draw: st.DrawFn, *, max_blocks: int = 5, training: bool | None = None)
     resident = draw(st.one_of(st.just(set()), st.sets(st.sampled_from(units)), st.just(set(units))))
     keep = draw(st.sets(st.sampled_from(sorted(resident)))) if resident else set()
     ahead = draw(st.sets(st.sampled_from(units))) - resident if update is Update.DEFERRED else set()
+    late = draw(st.sets(st.sampled_from(layout.blocks))) - resident if update is Update.EAGER else set()
     options = StepOptions(
         window=draw(st.integers(1, 4)),
         grad_slots=draw(st.integers(1, 3)),
@@ -101,6 +102,7 @@ def cases(draw: st.DrawFn, *, max_blocks: int = 5, training: bool | None = None)
         update=update,
         fp32_compute=draw(st.booleans()),
         ahead=tuple(sorted(ahead)),
+        late=tuple(sorted(late)),
         resident=tuple(sorted(resident)),
         keep=tuple(sorted(keep & set(layout.blocks))),
     )
@@ -119,7 +121,7 @@ def examples() -> dict[str, Case]:
     spilling32 = replace(spilling, fp32_compute=True, update=Update.DEFERRED, hidden_pool=1)
     ahead = StepOptions(update=Update.DEFERRED, ahead=(0, 2, 3))
     ahead_untied = replace(spilling32, ahead=(0, 2, 4))
-    some = StepOptions(window=1, micro_batches=2, hidden_ring=2, resident=(0, 3), keep=(3,))
+    some = StepOptions(window=1, micro_batches=2, hidden_ring=2, late=(2,), resident=(0, 3), keep=(3,))
     every = replace(spilling32, resident=(0, 1, 2, 3, 4), keep=(1, 2))
     ends = StepOptions(update=Update.DEFERRED, resident=(1, 4, 5), ahead=(0, 2), keep=(4,))
     return {

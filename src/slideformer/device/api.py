@@ -13,8 +13,9 @@ import torch
 
 from slideformer.errors import BadInput, RunFailed
 
-MEASURED_RUNS = 3
-"""Of a piece of work that is measured: the best counts, whatever else the machine does only ever makes it slower."""
+MEASURED_S = 0.3
+"""How long a piece of work is repeated to be timed: a GPU is slower when it works on and on than in its first moments
+(steps took 6% longer than the best of three runs said; H200, 2026-11-30)."""
 
 
 class LaneFailure(RunFailed):
@@ -130,7 +131,7 @@ class Device(Protocol):
         ...
 
     def measure(self, work: Callable[[], object]) -> Measured:
-        """Run work a few times in the calling thread, beside nothing else, and wait for the device; the best time."""
+        """Run work again and again in the calling thread, beside nothing else, and wait for the device; the mean."""
         ...
 
     def limit_memory(self, nbytes: int) -> None:

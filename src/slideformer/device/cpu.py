@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from slideformer.device.api import MEASURED_RUNS, Lane, LaneFailure, Measured
+from slideformer.device.api import MEASURED_S, Lane, LaneFailure, Measured
 from slideformer.device.lanes import Fault, HostMark, ThreadLane
 from slideformer.errors import DoesNotFit
 
@@ -92,12 +92,11 @@ class CpuDevice:
         return None
 
     def measure(self, work: Callable[[], object]) -> Measured:
-        times = []
-        for _ in range(MEASURED_RUNS):
-            start = time.perf_counter()
+        start, runs = time.perf_counter(), 0
+        while runs == 0 or time.perf_counter() - start < MEASURED_S:
             work()
-            times.append(time.perf_counter() - start)
-        return Measured(min(times), 0, 0)
+            runs += 1
+        return Measured((time.perf_counter() - start) / runs, 0, 0)
 
     def limit_memory(self, nbytes: int) -> None:
         pass

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from slideformer.device.api import MEASURED_RUNS, Lane, LaneFailure, Measured
+from slideformer.device.api import MEASURED_S, Lane, LaneFailure, Measured
 from slideformer.device.lanes import Fault, HostMark, ThreadLane
 from slideformer.errors import DoesNotFit
 
@@ -196,19 +196,20 @@ class CudaDevice:
         result = work()
         torch.cuda.synchronize(where)
         peak, held = torch.cuda.max_memory_allocated(where) - before, torch.cuda.memory_allocated(where) - before
-        times = []
-        for _ in range(MEASURED_RUNS):
-            del result
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            result = work()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
         del result
+        began = time.perf_counter()
+        work()
+        torch.cuda.synchronize(where)
+        runs = max(int(MEASURED_S / (time.perf_counter() - began)), 1)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(runs):
+            work()
+        end.record()
+        end.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(where)
-        return Measured(min(times), peak, held)
+        return Measured(start.elapsed_time(end) / 1e3 / runs, peak, held)
 
     def limit_memory(self, nbytes: int) -> None:
         total = torch.cuda.get_device_properties(self.torch_device).total_memory

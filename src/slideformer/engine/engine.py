@@ -96,6 +96,7 @@ class Engine:
                 resident=options.step_options(self.layout, decoder.dtype).resident,
                 keep=() if options.keep == "auto" else options.keep,
                 ahead=() if options.ahead == "auto" else options.ahead,
+                late=() if options.late == "auto" else options.late,
             )
             self.budget = self._require_fit()
             return

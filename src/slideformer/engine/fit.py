@@ -89,6 +89,7 @@ def require_fit(
 
 _CHEAPER: tuple[Callable[[EngineOptions], EngineOptions], ...] = (
     lambda o: replace(o, ahead=()),
+    lambda o: replace(o, late=()),
     lambda o: replace(o, keep=()),
     lambda o: replace(o, resident=()),
     lambda o: replace(o, grad_slots=1),
@@ -108,6 +109,7 @@ _CHEAPER: tuple[Callable[[EngineOptions], EngineOptions], ...] = (
 
 _TOGETHER = (
     ("ahead",),
+    ("late",),
     ("resident", "keep"),
     ("grad_slots",),
     ("saved_on_device",),

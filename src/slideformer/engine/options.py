@@ -18,15 +18,17 @@ from slideformer.schedule import StepOptions, Update
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Sizes of the largest batch (micro_batches of [micro_batch_size, max_length] tokens), the sliding window, and the
-    optimizer. saved_on_device: hidden states that stay on the device (None: all that there are; "auto": as many as it
-    has room for). max_grad_norm: 0 is
-    off; anything else needs the deferred update. on_nonfinite "skip" leaves the state as it was and goes on, and needs
-    the deferred update too. cpu_threads: of the update; None is every CPU but one on CUDA, every CPU otherwise.
-    max_gpu_memory, max_host_memory: bytes that the engine may allocate there; None is what the machine has.
-    ignore_memory_limits: warn and go on where a limit will be exceeded. ahead: units (indices into the layout) that the
-    deferred update writes ahead of the verdict, into a second copy of their state; "auto": on CUDA those that would
-    hold up the next forward, as far as host memory is spare. resident: units whose state is on the device, which are
-    updated there; keep: blocks among them that are not run again in backward; "auto": what is fastest and has room.
+    optimizer.
+
+    max_grad_norm: 0 is off; anything else needs the deferred update. on_nonfinite "skip" leaves the state as it was and
+    goes on, and needs the deferred update too. cpu_threads: of the update; None is every CPU but one on CUDA, every CPU
+    otherwise. max_gpu_memory, max_host_memory: bytes that the engine may allocate there; None is what the machine has.
+    ignore_memory_limits: warn and go on where a limit will be exceeded.
+    What lies where; "auto" is what has room and is fastest on CUDA, and on the CPU nothing out of the ordinary. Units
+    are indices into the layout. saved_on_device: hidden states that stay on the device (None: all that there are).
+    ahead: units that the deferred update writes ahead of the verdict, into a second copy of their state. late: blocks
+    that an eager update takes after backward, from gradients that wait on the device. resident: units whose state is on
+    the device, where they are updated ("all": every one). keep: blocks among them that are not run again in backward.
     """
 
     micro_batch_size: int = 1
@@ -49,6 +51,7 @@ class EngineOptions:
     max_host_memory: int | None = None
     ignore_memory_limits: bool = False
     ahead: tuple[int, ...] | Literal["auto"] = "auto"
+    late: tuple[int, ...] | Literal["auto"] = "auto"
     resident: tuple[int, ...] | Literal["auto", "all"] = ()
     keep: tuple[int, ...] | Literal["auto"] = ()
 
@@ -90,6 +93,7 @@ class EngineOptions:
         most = self.most_saved(layout)
         pool = min(self.saved_on_device, most) if isinstance(self.saved_on_device, int) else most
         ahead = () if self.ahead == "auto" or self.update == "eager" else self.ahead
+        late = () if self.late == "auto" or self.update == "deferred" else self.late
         resident = self.resident if isinstance(self.resident, tuple) else ()
         if self.resident == "all":
             resident = tuple(range(len(layout.units)))
@@ -104,6 +108,7 @@ class EngineOptions:
             update=Update(self.update),
             fp32_compute=dtype is torch.float32,
             ahead=tuple(u for u in ahead if layout.units[u].train_numel and u not in resident),
+            late=tuple(u for u in late if layout.units[u].train_numel and u not in resident),
             resident=resident,
             keep=keep,
         )

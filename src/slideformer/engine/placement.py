@@ -1,4 +1,4 @@
-"""What lives on the device beside the window: state of whole units, saved inputs, kept graphs. Chosen by the clock.
+"""What lives on the device beside the window: state of units, saved inputs, kept graphs, late gradients; by the clock.
 
 Memory of the device is filled in several orders, each as far as it goes; the plan that the virtual clock finds fastest
 is taken. Pure arithmetic on a layout, options and costs.
@@ -22,8 +22,8 @@ MARGIN = 0.04
 """Share of the device's memory that is left to the allocator: it hands out whole pieces, and leaves gaps."""
 
 TOLERANCE = 1.005
-"""Plans that differ by less are alike to the clock; of those the one that leaves most on the device is taken, since what
-does not move cannot come late."""
+"""Plans that differ by less are alike to the clock; of those the one that leaves most on the device is taken: what does
+not move cannot come late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def place(room: Room) -> EngineOptions:
         keep=() if options.keep == "auto" else options.keep,
     )
     if room.used(base) > room.limit:
-        return base
+        return replace(base, late=() if base.late == "auto" else base.late)
     trials: dict[EngineOptions, float] = {}
     for order in _orders(room):
         filled = _fill(room, base, order)
@@ -74,8 +74,26 @@ def place(room: Room) -> EngineOptions:
             trials[filled] = room.step_s(filled)
     fastest = min(trials.values())
     good = [trial for trial, seconds in trials.items() if seconds <= TOLERANCE * fastest]
-    return max(good, key=room.used)
+    chosen = max(good, key=room.used)
+    return _with_late(room, chosen) if chosen.late == "auto" else chosen
 
+
+def _with_late(room: Room, options: EngineOptions) -> EngineOptions:
+    """With the update of every second block put off until backward is over, or of every third and so on, if that is
+    faster. The lowest blocks are never late: the next step begins with them."""
+    best = replace(options, late=())
+    best_s = room.step_s(best)
+    resident = best.step_options(room.layout, room.dtype).resident
+    choice = [u for u in room.layout.blocks if u not in resident][options.window :]
+    for one_of, out_of in LATE_SHARES if options.update == "eager" else ():
+        trial = replace(options, late=tuple(u for i, u in enumerate(choice) if i % out_of < one_of))
+        if room.used(trial) <= room.limit and (trial_s := room.step_s(trial)) < best_s / TOLERANCE:
+            best, best_s = trial, trial_s
+    return best
+
+
+LATE_SHARES = ((1, 4), (1, 3), (1, 2), (2, 3), (3, 4))
+"""Blocks out of as many, tried in turn."""
 
 Item = tuple[str, int]
 """("saved", how many more), ("resident", unit), ("keep", unit)."""

@@ -240,8 +240,8 @@ class Effects:
         return Place.DENSE_GRAD if self.options.fp32_compute else Place.DENSE_SUM
 
     def _grad(self, unit: int) -> Place:
-        """A block's gradient leaves its slot soon, unless it waits on the device for the verdict."""
-        waits = unit in self.resident and not self.eager
+        """A block's gradient leaves its slot soon, unless it waits on the device for the verdict or is late."""
+        waits = unit in self.resident if not self.eager else unit in self.options.late
         return Place.GRAD if unit in self.boundary and not waits else Place.DENSE_GRAD
 
     def _row_sum(self) -> Place:

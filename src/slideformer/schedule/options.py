@@ -19,6 +19,8 @@ class StepOptions:
     hidden_pool: device positions for saved inputs and hidden gradients that stay. hidden_ring: positions through
     which the others pass. fp32_compute: both planes are uploaded, and sums over micro-batches need no buffer.
     ahead: units that a deferred program updates before the norm is known, into a second copy of their state.
+    late: blocks whose gradient an eager program leaves on the device until backward is over; they are updated after it,
+    in the order of the next forward, under which that then happens.
     resident: units whose state is on the device; they are updated there and cross no link. keep: blocks among them that
     keep what backward needs from forward, instead of being run again.
     """
@@ -32,6 +34,7 @@ class StepOptions:
     update: Update = Update.EAGER
     fp32_compute: bool = False
     ahead: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
     resident: tuple[int, ...] = ()
     keep: tuple[int, ...] = ()
 
@@ -43,6 +46,10 @@ class StepOptions:
             raise ValueError(f"hidden_pool is {self.hidden_pool}, must be at least 0")
         if self.ahead and Update(self.update) is Update.EAGER:
             raise ValueError("an eager program updates every unit as it lands; only a deferred one updates ahead")
+        if self.late and Update(self.update) is Update.DEFERRED:
+            raise ValueError("a deferred program updates every unit after backward; only an eager one has late units")
+        if both := set(self.late) & set(self.resident):
+            raise ValueError(f"units {sorted(both)} are resident, so their gradient is not downloaded at all")
         if not set(self.keep) <= set(self.resident):
             raise ValueError(
                 f"units {sorted(set(self.keep) - set(self.resident))} keep their graph but are not resident"

@@ -69,6 +69,9 @@ class _TrainingProgram(Program):
             self.decide()
             self.update_all()
         else:
+            for unit in self.blocks:
+                if unit in self.options.late and self.trained[unit]:
+                    self.leave(unit)
             self.emit(OpKind.TOTAL, LaneName.UPDATE, *self.host_norms(), self.verdict())
         return tuple(self.ops)
 
@@ -93,8 +96,8 @@ class _TrainingProgram(Program):
         return unit in self.options.keep and unit >= self.blocks[0] + self.floor
 
     def grad_waits(self, unit: int) -> bool:
-        """The gradient stays on the device until the verdict."""
-        return self.deferred and unit in self.resident
+        """The gradient has a place of its own on the device, where it stays when backward goes on."""
+        return self.deferred and unit in self.resident or unit in self.options.late
 
     def pooled(self, value: Content) -> bool:
         return value in self.pooled_inputs
@@ -202,7 +205,10 @@ class _TrainingProgram(Program):
         if unit in self.resident:
             if not self.deferred:
                 self.update_resident(unit)
-            return
+        elif unit not in self.options.late:
+            self.leave(unit)
+
+    def leave(self, unit: int) -> None:
         for tile in self.layout.tiles(unit, trained=True):
             landing = self.download(unit, tile.index)
             if unit in self.ahead:

@@ -143,7 +143,7 @@ def _settled(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str) 
         saved = None if options.saved_on_device == "auto" else options.saved_on_device
         resident = options.step_options(decoder.layout, decoder.dtype).resident
         keep = () if options.keep == "auto" else options.keep
-        return replace(options, saved_on_device=saved, resident=resident, keep=keep, ahead=ahead)
+        return replace(options, saved_on_device=saved, resident=resident, keep=keep, ahead=ahead, late=())
     room = Room(decoder.layout, options, costs, decoder.hidden_size, decoder.dtype, options.max_gpu_memory)
     return replace(place(room), ahead=ahead)
 
