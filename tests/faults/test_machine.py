@@ -37,7 +37,7 @@ with open(os.path.join(group, 'cgroup.procs'), 'w') as file:
 @pytest.mark.parametrize(("name", "field"), [("RLIMIT_AS", 0), ("RLIMIT_DATA", 5)])
 def test_a_host_that_refuses_memory_ends_with_3_and_what_was_asked_for(server: Server, config, name, field) -> None:
     """Buffers of 1 GiB and more, where the process may have another 500 MiB."""
-    folder = config(max_length=4096, per_device_train_batch_size=4096)
+    folder = config(max_length=2**16, per_device_train_batch_size=256)
     child = server.start(folder, "train", "train.yaml", before=LIMITED.format(name=name, field=field, room=500))
     assert child.wait() == 3, child.told()
     assert "GiB" in child.error or "MiB" in child.error
@@ -87,7 +87,7 @@ Engine.step = step
 
 
 def test_a_container_with_too_little_memory_is_told_before_anything_is_allocated(server: Server, config) -> None:
-    folder = config(max_length=4096, per_device_train_batch_size=4096)
+    folder = config(max_length=2**16, per_device_train_batch_size=256)
     child = server.start(folder, "train", "train.yaml", before=CGROUP)
     code = child.wait()
     for line in child.told().splitlines():
