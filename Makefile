@@ -6,7 +6,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/slideformer/native/csrc/*)
 
-.PHONY: quickstart test lint gpu native clean
+.PHONY: quickstart test lint soak gpu native clean
 
 # Fine-tunes a small real model through the sliding engine, and asks it the same questions before and after.
 quickstart: $(READY)
@@ -18,6 +18,11 @@ test: lint
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+# Kills runs at random moments for MINUTES and counts; `make test` does it for half a minute.
+MINUTES ?= 10
+soak: $(READY)
+	PYTHONPATH=src $(VENV)/bin/python tests/faults/campaign.py --minutes $(MINUTES)
 
 # On a machine with a GPU and torch for it; takes whatever python3 is there.
 gpu: native

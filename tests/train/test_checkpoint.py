@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import random
 import resource
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from engine.toys import (
@@ -46,7 +41,7 @@ from slideformer.train.fingerprint import bits, maths
 from slideformer.train.resume import Origin, find_origin
 from slideformer.train.schedule import num_steps
 from slideformer.train.setup import build_decoder
-from train.toy import make_config, make_model, write_sums
+from train.toy import make_config, write_sums
 
 AHEAD = {**DEFERRED, "max_grad_norm": 100.0, "ahead": (0, 1, 2)}
 
@@ -395,83 +390,3 @@ def test_too_little_space_is_told_with_need_free_and_path(engine, origin_of, tmp
         rf"the checkpoints need .* MiB in {tmp_path} \(5 of .* MiB at a time, and the result of .*\), and 6.3 MiB"
     )
     assert caught.match(expected)
-
-
-# killed for real
-
-DRIVER = """
-import os, signal, sys, time
-from slideformer.cli import main
-from slideformer.train import trainer
-trainer.check_parity = lambda *args, **settings: None  # half the time of a run this short
-
-for line in sys.stdin:  # seconds after its first step, or nothing: let it end
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.dup2(theirs, 1)
-        sys.argv = ["slideformer", "train", "train.yaml"]
-        try:
-            main()
-        except SystemExit as end:
-            os._exit(end.code or 0)
-        os._exit(99)
-    os.close(theirs)
-    told = b""
-    while b"\\nstep " not in told:
-        told += os.read(ours, 4096) or sys.exit(f"ended early: {told.decode()}")
-    if line.strip():
-        time.sleep(float(line))
-        os.kill(child, signal.SIGKILL)
-    while part := os.read(ours, 65536):
-        told += part
-    os.close(ours)
-    _, status = os.waitpid(child, 0)
-    start = [word for word in told.decode().split("going on from ")[1:]]
-    print(os.waitstatus_to_exitcode(status), start[0].split(",")[0] if start else "-", flush=True)
-"""
-
-
-def test_killed_at_random_moments_a_run_ends_as_if_it_never_was(tmp_path) -> None:
-    model = make_model(tmp_path / "model", num_hidden_layers=2, hidden_size=16, intermediate_size=16)
-    rows = write_sums(tmp_path / "rows.jsonl", 24)
-    settings = {"max_steps": 60, "save_steps": 1, "resume_from_checkpoint": "auto", "per_device_train_batch_size": 5}
-    settings |= {"model_name_or_path": str(model), "dataset": str(rows), "output_dir": "out", "device": "cpu"}
-    settings |= {"cpu_threads": 1, "max_length": 48, "tile_numel": 1000, "learning_rate": 1e-3}
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "OMP_NUM_THREADS": "1"}
-    chance = random.Random(0)
-
-    in_saves = []
-
-    def runs(folder: Path, delays: list[float | None], **other) -> tuple[list[int], list[str], list[str]]:
-        """Exit codes, where each began, and the newest complete checkpoint before it."""
-        folder.mkdir()
-        (folder / "train.yaml").write_text(yaml.safe_dump({**settings, **other}))
-        codes, starts, newest = [], [], []
-        with subprocess.Popen(
-            [sys.executable, "-c", DRIVER], cwd=folder, env=environment, stdin=-1, stdout=-1, text=True
-        ) as driver:
-            for delay in delays:
-                done = [p for _, p in retention.numbered(folder / "out") if checkpoint.is_complete(p)]
-                newest.append(f"out/{done[0].name}" if done else "-")
-                driver.stdin.write(f"{'' if delay is None else delay}\n")
-                driver.stdin.flush()
-                code, start = driver.stdout.readline().split()
-                in_saves.append(bool(list((folder / "out").glob(".checkpoint-*"))))
-                codes.append(int(code))
-                starts.append(start)
-        return codes, starts, newest
-
-    assert runs(tmp_path / "straight", [None], save_steps=1000)[0] == [0]
-    delays = [chance.uniform(0, 0.08) for _ in range(20)]
-    codes, starts, newest = runs(tmp_path / "killed", [*delays, None])
-    assert codes == [-signal.SIGKILL] * 20 + [0]
-    assert starts == newest
-    assert len(set(starts)) > 5
-    assert sum(in_saves) >= 3  # kills in the middle of a save or a rotation
-    last = [tmp_path / folder / "out/checkpoint-60" for folder in ("straight", "killed")]
-    for path in last[0].glob("*.safetensors"):
-        assert path.read_bytes() == (last[1] / path.name).read_bytes(), path.name
-    lines = [json.loads(line) for line in (tmp_path / "killed/out/metrics.jsonl").read_text().splitlines()]
-    assert [line["global_step"] for line in lines] == list(range(1, 61))
-    assert [n for n in names(tmp_path / "killed/out") if "checkpoint" in n] == ["checkpoint-59", "checkpoint-60"]
