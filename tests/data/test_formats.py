@@ -120,6 +120,7 @@ def test_pairs_of_answers_are_not_taken_for_conversations_unless_a_column_is_nam
         ({"text": " "}, Reason.EMPTY_TEXT, "text is empty"),
         ({"text": 5}, Reason.NOT_TEXT, "text is a int"),
         ({"input_ids": [1, -1]}, Reason.BAD_TOKENS, "input_ids is not a list of integers from 0"),
+        ({"input_ids": [1, 2**31]}, Reason.BAD_TOKENS, "input_ids is not a list of integers from 0 to 2147483647"),
         ({"input_ids": [1, True]}, Reason.BAD_TOKENS, "input_ids is not a list of integers"),
         ({"input_ids": [1, 2], "labels": [1]}, Reason.BAD_TOKENS, "2 input_ids and 1 labels"),
         ({"input_ids": [1, 2], "labels": [1, -5]}, Reason.BAD_TOKENS, "the label -5 is neither -100 nor an id"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import json
 
+import pytest
 from transformers import AutoTokenizer
 
 from slideformer.train.console import PlainConsole
-from slideformer.train.trainer import train
+from slideformer.train.trainer import Trainer, train
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}={{ m['content'] }}<end>{% endfor %}"
@@ -16,10 +17,17 @@ TEMPLATE = (
 )
 
 
-def test_the_template_that_was_trained_with_is_the_one_of_the_result(config_for, tmp_path) -> None:
+@pytest.mark.parametrize("given", ["in the folder", "in Python"])
+def test_the_template_that_was_trained_with_is_the_one_of_the_result(config_for, tmp_path, given) -> None:
     (tmp_path / "own.jinja").write_text(TEMPLATE)
     config = config_for(max_steps=1, chat_template=str(tmp_path / "own.jinja"))
-    train(config, PlainConsole(io.StringIO()))
+    if given == "in Python":
+        own = AutoTokenizer.from_pretrained(config.model_name_or_path)
+        before = own.chat_template
+        Trainer(args=config, processing_class=own).train()
+        assert own.chat_template == before
+    else:
+        train(config, PlainConsole(io.StringIO()))
     tokenizer = AutoTokenizer.from_pretrained(config.output_dir)
     asked = [{"role": "user", "content": "1+1"}]
     assert tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True) == "user=1+1<end>assistant="

@@ -4,7 +4,7 @@ from slideformer.data.batches import Batches, MicroBatch, evaluation_batches
 from slideformer.data.dataset import Dataset, evaluation_sets, load_dataset, training_batches
 from slideformer.data.seen import SeenRow, seen_rows
 from slideformer.data.stream import StreamedBatches
-from slideformer.data.tokenizer import Codec, codec_of, load_tokenizer
+from slideformer.data.tokenizer import Codec, codec_of, load_tokenizer, with_template
 
 __all__ = [
     "Batches",
@@ -20,4 +20,5 @@ __all__ = [
     "load_tokenizer",
     "seen_rows",
     "training_batches",
+    "with_template",
 ]

@@ -269,8 +269,8 @@ def _tokens(columns: Mapping[str, object]) -> Tokens:
     ids, labels = _parsed(columns["input_ids"]), _parsed(columns.get("labels"))
     labels = ids if labels is None else labels
     for name, values, lowest in (("input_ids", ids, 0), ("labels", labels, -100)):
-        if not isinstance(values, list) or not all(type(value) is int and value >= lowest for value in values):
-            raise UnusableRow(Reason.BAD_TOKENS, f"{name} is not a list of integers from {lowest}")
+        if not isinstance(values, list) or not all(type(v) is int and lowest <= v < 2**31 for v in values):
+            raise UnusableRow(Reason.BAD_TOKENS, f"{name} is not a list of integers from {lowest} to 2147483647")
     if len(ids) != len(labels):
         raise UnusableRow(Reason.BAD_TOKENS, f"there are {len(ids)} input_ids and {len(labels)} labels")
     if any(-100 < label < 0 for label in labels):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -81,23 +82,28 @@ class Codec:
 
 
 def codec_of(config: TrainConfig) -> Codec:
-    """The tokenizer of the config's model, with the config's chat template. Raises as `load_tokenizer` does."""
-    template = None if config.chat_template is None else Path(config.chat_template)
-    return load_tokenizer(
-        config.model_name_or_path, chat_template=template, template_kwargs=config.chat_template_kwargs
-    )
+    """The tokenizer of the config's model, with the config's chat template.
 
-
-def load_tokenizer(
-    folder: Path | str,
-    *,
-    chat_template: Path | None = None,
-    template_kwargs: Mapping[str, object] | None = None,
-) -> Codec:
-    """The tokenizer of a model folder. chat_template: a jinja file to use in place of its own.
-
-    Raises BadInput: no folder, no tokenizer in it, one without offsets, no such template or one that is no jinja.
+    Raises BadInput as `load_tokenizer` and `with_template` do.
     """
+    return with_template(load_tokenizer(config.model_name_or_path), config)
+
+
+def with_template(codec: Codec, config: TrainConfig) -> Codec:
+    """The codec with the config's chat template and its variables; the tokenizer that it has is left as it is.
+
+    Raises BadInput: no such file, or a template that is no jinja.
+    """
+    tokenizer = codec.tokenizer
+    if config.chat_template is not None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = _read_template(Path(config.chat_template))
+    _require_jinja(tokenizer, config.chat_template or codec.name)
+    return Codec(tokenizer, codec.name, codec.end_ids, dict(config.chat_template_kwargs))
+
+
+def load_tokenizer(folder: Path | str) -> Codec:
+    """The tokenizer of a model folder. Raises BadInput: no folder, no tokenizer in it, one without offsets."""
     folder = Path(folder)
     if not folder.is_dir():
         raise BadInput(
@@ -110,10 +116,7 @@ def load_tokenizer(
         raise BadInput(f"no tokenizer can be loaded from {folder}: {_first_line(error)}") from error
     if not tokenizer.is_fast:
         raise BadInput(f"the tokenizer in {folder} has no tokenizer.json, which is needed to know what to train on")
-    if chat_template is not None:
-        tokenizer.chat_template = _read_template(chat_template)
-    _require_jinja(tokenizer, str(chat_template or folder))
-    return Codec(tokenizer, str(folder), _end_ids(tokenizer, folder), dict(template_kwargs or {}))
+    return Codec(tokenizer, str(folder), _end_ids(tokenizer, folder))
 
 
 def _read_template(path: Path) -> str:

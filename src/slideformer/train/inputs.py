@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from slideformer.config import TrainConfig
-from slideformer.data import Codec, Dataset, codec_of, load_dataset
+from slideformer.data import Codec, Dataset, codec_of, load_dataset, with_template
 from slideformer.data.batches import Source
 from slideformer.data.tokenizer import PreTrainedTokenizerBase
 from slideformer.engine import Engine
@@ -62,7 +62,8 @@ class Inputs:
         ends += named if isinstance(named, list) else [named]
         if self.folder is not None:
             ends += codec_of(self.config).end_ids
-        return Codec(self.tokenizer, name, tuple(dict.fromkeys(token for token in ends if token is not None)))
+        codec = Codec(self.tokenizer, name, tuple(dict.fromkeys(token for token in ends if token is not None)))
+        return with_template(codec, self.config)
 
     def dataset(self, codec: Codec) -> Dataset:
         """All samples, from files and from rows. Raises BadInput."""

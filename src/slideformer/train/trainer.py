@@ -306,7 +306,7 @@ class Trainer:
             names = [*save_model(target, self._engine.decoder, read, dtype=dtype, generation_config=generation)]
         if self._inputs.tokenizer is not None:
             names += [Path(path).name for path in self._inputs.tokenizer.save_pretrained(str(target))]
-        elif self.args.chat_template is not None:
+        if self.args.chat_template is not None:
             shutil.copyfile(self.args.chat_template, target / CHAT_TEMPLATE)
             names = [*(name for name in names if name != CHAT_TEMPLATE), CHAT_TEMPLATE]
         return names
