@@ -23,6 +23,7 @@ from slideformer.kernels.linear_cross_entropy import SlicedLoss, Softmax, loss_a
 from slideformer.kernels.rms_norm import add_rms_norm, rms_norm
 from slideformer.kernels.rotary import rotary_
 from slideformer.model.decoder import Decoder
+from slideformer.model.packed_attention import packing_of
 from slideformer.model.tail import _graph_only
 from slideformer.optim import Hyper, reference_update, split
 
@@ -273,12 +274,38 @@ def block(inputs: Inputs) -> Op:
     return op
 
 
+def packed(inputs: Inputs) -> Op:
+    """`batch` samples of `seq` tokens in as many rows, all in one row, and as many tokens in one row of samples from
+    short to long; a block with our kernels, run as in `block`."""
+    config, batch, seq = inputs.config, inputs.batch, inputs.seq
+    decoder = Decoder(config, dtype=inputs.dtype, tile_numel=1 << 24, device=inputs.device, kernels="auto")
+    flat = inputs.randn(decoder.layout.units[decoder.layout.blocks[0]].numel) * 0.02
+    hidden, grad = (inputs.randn(batch, seq, config.hidden_size) for _ in range(2))
+    op = Op("packed", f"{batch} samples, {batch * seq} tokens", None, None)
+    op.impls["rows"] = _block_call(decoder, flat, hidden, grad)
+    one = [x.view(1, batch * seq, -1) for x in (hidden, grad)]
+    uneven = [max(2 * seq * (i + 1) // (batch + 1), 1) for i in range(batch)]
+    uneven[-1] += batch * seq - sum(uneven)
+    for name, lengths in (("one row", [seq] * batch), ("one row, uneven", uneven)):
+        positions = torch.cat([torch.arange(n) for n in lengths]).view(1, -1)
+        op.impls[name] = _block_call(decoder, flat, *one, positions=positions)
+    return op
+
+
 def _block_call(
-    decoder: Decoder, flat: Tensor, hidden: Tensor, grad: Tensor, *, compiled: bool
+    decoder: Decoder,
+    flat: Tensor,
+    hidden: Tensor,
+    grad: Tensor,
+    *,
+    compiled: bool = False,
+    positions: Tensor | None = None,
 ) -> Callable[[], object]:
     ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
     row = torch.zeros(1, decoder.hidden_size, dtype=hidden.dtype, device=hidden.device)
-    _, call = decoder.embed(row, {}, ids, padding_row=None)
+    packing = None if positions is None else packing_of(positions)
+    positions = None if positions is None else positions.to(hidden.device)
+    _, call = decoder.embed(row, {}, ids, padding_row=None, position_ids=positions, packing=packing)
     unit = decoder.layout.blocks[0]
     params = decoder.views(unit, flat, requires_grad=True)
     rerun = decoder.rerun
@@ -313,3 +340,4 @@ def ops(
     yield partial(adamw, inputs, numel)
     yield partial(squared_norm, inputs, numel)
     yield partial(block, inputs)
+    yield partial(packed, inputs)

@@ -167,7 +167,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--loss-tokens", type=int, default=16384, help="of the cross entropy")
-    parser.add_argument("--only", help="norm, residual, rotary, swiglu, cross_entropy, adamw, squared_norm, block")
+    parser.add_argument(
+        "--only", help="norm, residual, rotary, swiglu, cross_entropy, adamw, squared_norm, block, packed"
+    )
     parser.add_argument("--reps", type=int, default=20)
     parser.add_argument("--device", default="cuda", help="cpu (with TRITON_INTERPRET=1) only tries the script")
     parser.add_argument("--run", help="id of the call that this belongs to")

@@ -7,6 +7,8 @@ the values. So an output is off by no more than a few roundings to bf16 of the w
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,8 @@ from families import FAMILIES, VOCAB, random_model
 from model.unit_by_unit import flats_of
 from slideformer.model.decoder import Decoder
 from slideformer.model.packed_attention import Samples, attention_by_sample, packing_of, samples_of
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 LENGTHS = ((700, 1, 123, 200), (1024,))
 
@@ -90,3 +94,34 @@ def test_a_packed_forward_waits_for_nothing_and_equals_the_mask(family):
                 torch.cuda.set_sync_debug_mode("default")
         hidden.append(x.double())
     assert (hidden[0] - hidden[1]).norm() <= 2.0**-8 * 32**0.5 * hidden[1].norm()
+
+
+def test_samples_in_one_row_have_the_values_they_have_in_rows_of_their_own():
+    """A block of Llama-3.2-1B's sizes, 32 samples of 256 tokens: only attention's order of sums differs. One rounding
+    to bf16 (2**-8) of the attention's output, then of the block's; and again in backward, four products deep."""
+    from shapes import shape
+
+    decoder = Decoder(
+        shape("llama-3.2-1b", num_layers=1), dtype=torch.bfloat16, tile_numel=1 << 24, device="cuda", kernels="triton"
+    )
+    unit, width = decoder.layout.blocks[0], decoder.hidden_size
+    generator = torch.Generator("cuda").manual_seed(0)
+    flat = (torch.randn(decoder.layout.units[unit].numel, generator=generator, device="cuda") * 0.02).bfloat16()
+    hidden, grad = (torch.randn(32, 256, width, generator=generator, device="cuda").bfloat16() for _ in range(2))
+    found = []
+    for rows in (32, 1):
+        positions = torch.arange(256).repeat(32).view(rows, -1) if rows == 1 else None
+        ids = torch.zeros(rows, 8192 // rows, dtype=torch.int64, device="cuda")
+        _, call = decoder.embed(
+            torch.zeros(1, width, device="cuda").bfloat16(), {}, ids, padding_row=None,
+            position_ids=None if positions is None else positions.cuda(),
+            packing=None if positions is None else packing_of(positions),
+        )  # fmt: skip
+        x = hidden.view(rows, -1, width).clone().requires_grad_()
+        params = decoder.views(unit, flat, requires_grad=True)
+        out = decoder.forward(unit, params, x, call)
+        grads = torch.autograd.grad(out, [x, *params.values()], grad.view(rows, -1, width))
+        found.append([out.flatten().double(), *(g.flatten().double() for g in grads)])
+    for index, (one, other) in enumerate(zip(*found, strict=True)):
+        roundings = 2 if index == 0 else 8
+        assert (one - other).norm() <= roundings * 2.0**-8 * other.norm(), index
