@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from slideformer.layout import Layout, UnitKind
+from slideformer.layout import Layout
+from slideformer.schedule.gradients import Gradients
 from slideformer.schedule.ops import Access, Buffer, Content, LaneName, Op, OpKind, Place, Plan
-from slideformer.schedule.options import StepOptions, Update
-from slideformer.schedule.program import Program
+from slideformer.schedule.options import StepOptions
 from slideformer.schedule.waits import derive
 
 
@@ -23,15 +23,11 @@ def build_step(layout: Layout, options: StepOptions) -> Plan:
     return Plan(ops, derive(ops), trains=True, name=f"{options.update} step")
 
 
-class _TrainingProgram(Program):
+class _TrainingProgram(Gradients):
     """A training step: the walk up, the head with its gradients, the walk down, the updates."""
 
     def __init__(self, layout: Layout, options: StepOptions) -> None:
         super().__init__(layout, options)
-        units = layout.units
-        self.trained = [u.train_numel > 0 for u in units]
-        self.deferred = options.update is Update.DEFERRED
-        self.ahead = frozenset(u for u in options.ahead if self.trained[u])
         num_blocks = len(self.blocks)
         self.embeds = self.trained[self.table] or (self.glue is not None and self.trained[self.glue])
         lowest = min((b for b in range(num_blocks) if self.trained[self.blocks[b]]), default=num_blocks)
@@ -45,11 +41,7 @@ class _TrainingProgram(Program):
         # inputs that are not saved need positions only until the gradients take them, but for one beside the last
         passing = [num_blocks, *(b for b in range(num_blocks) if self.keeps(self.blocks[b]))]
         self.pooled_inputs |= {("x", b, m) for b in passing for m in range(self.pooled_grads - 1)}
-        self.next_ring = 0
-        downward = [u for u in reversed(self.blocks) if self.trained[u] and not self.grad_waits(u)]
-        self.grad_slot = {unit: i % options.grad_slots for i, unit in enumerate(downward)}
         self.vocabulary_tiles: deque[tuple[int, int]] = deque()
-        self.norms: list[tuple[int, int]] = []
 
     @property
     def descends(self) -> bool:
@@ -95,35 +87,8 @@ class _TrainingProgram(Program):
     def keeps(self, unit: int) -> bool:
         return unit in self.options.keep and unit >= self.blocks[0] + self.floor
 
-    def grad_waits(self, unit: int) -> bool:
-        """The gradient has a place of its own on the device, where it stays when backward goes on."""
-        return self.deferred and unit in self.resident or unit in self.options.late
-
     def pooled(self, value: Content) -> bool:
         return value in self.pooled_inputs
-
-    def sum_buffer(self, unit: int) -> Buffer:
-        """Where micro-batches add up: in fp32, beside the gradient unless that is fp32 itself or nothing adds up."""
-        block = self.layout.units[unit].kind is UnitKind.BLOCK
-        if block:
-            return Buffer(Place.GRAD_SUM) if self.separate_sum(unit) else self.grad_buffer(unit)
-        return Buffer(Place.DENSE_SUM if self.separate_sum(unit) else Place.DENSE_GRAD, (unit,))
-
-    def separate_sum(self, unit: int) -> bool:
-        block = self.layout.units[unit].kind is UnitKind.BLOCK
-        return not self.options.fp32_compute and (not block or self.num_micro > 1)
-
-    def grad_buffer(self, unit: int) -> Buffer:
-        if self.layout.units[unit].kind is UnitKind.BLOCK and not self.grad_waits(unit):
-            return Buffer(Place.GRAD, (self.grad_slot[unit],))
-        return Buffer(Place.DENSE_GRAD, (unit,))
-
-    def row_buffer(self) -> Buffer:
-        return Buffer(Place.ROW_GRAD if self.options.fp32_compute else Place.ROW_SUM)
-
-    def partial(self, unit: int, micro: int, role: str) -> Access:
-        needs = ("sum", unit, micro) if micro else None
-        return Access(role, self.sum_buffer(unit), needs, ("sum", unit, micro + 1))
 
     def turn(self) -> None:
         """The head gives loss and gradients in one go; then the output projection's gradient leaves."""
@@ -153,16 +118,6 @@ class _TrainingProgram(Program):
         if self.final is not None and self.trained[self.final]:
             self.finish(self.final)
 
-    def guard(self) -> None:
-        loss = Access("loss", Buffer(Place.LOSS_HOST), ("loss",), None)
-        self.emit(OpKind.GUARD, LaneName.UPDATE, loss, Access("verdict", Buffer(Place.VERDICT), None, ("verdict",)))
-
-    def verdict(self) -> Access:
-        return Access("verdict", Buffer(Place.VERDICT), ("verdict",), None)
-
-    def host_norms(self) -> list[Access]:
-        return [Access("norms", Buffer(Place.NORM_HOST, key), ("norm", *key), None) for key in sorted(self.norms)]
-
     # the walk down
 
     def descend(self, visit: int) -> None:
@@ -190,66 +145,6 @@ class _TrainingProgram(Program):
             self.hidden.replace(grad, below, uses=1 if passes_on else 0)
         if self.trained[unit]:
             self.finish(unit)
-
-    def finish(self, unit: int) -> None:
-        """Reduce and report a unit's gradient, and download it unless the unit is resident; eager: also update."""
-        total, grad = self.sum_buffer(unit), self.grad_buffer(unit)
-        full, done = ("sum", unit, self.num_micro), ("grad", unit)
-        if total == grad:
-            accesses = [Access("grad", grad, full, done)]
-        else:
-            accesses = [Access("sum", total, full, None), Access("grad", grad, None, done)]
-        norm = Access("norm", Buffer(Place.NORM, (unit, 0)), None, ("norm", unit, 0))
-        self.emit(OpKind.REDUCE, LaneName.COMPUTE, *accesses, norm, unit=unit)
-        self.report(unit, 0)
-        if unit in self.resident:
-            if not self.deferred:
-                self.update_resident(unit)
-        elif unit not in self.options.late:
-            self.leave(unit)
-
-    def leave(self, unit: int) -> None:
-        for tile in self.layout.tiles(unit, trained=True):
-            landing = self.download(unit, tile.index)
-            if unit in self.ahead:
-                self.update_ahead(unit, tile.index, landing)
-            elif not self.deferred:
-                self.update(unit, tile.index, landing)
-
-    def report(self, unit: int, part: int) -> None:
-        self.norms.append((unit, part))
-        source = Access("source", Buffer(Place.NORM, (unit, part)), ("norm", unit, part), None)
-        target = Access("target", Buffer(Place.NORM_HOST, (unit, part)), None, ("norm", unit, part))
-        self.emit(OpKind.REPORT, LaneName.DOWNLOAD, source, target, unit=unit)
-
-    def download(self, unit: int, tile: int) -> Buffer:
-        if self.deferred:
-            landing = Buffer(Place.GRAD_HOST, (unit, tile))
-        else:
-            landing = Buffer(Place.RING, (self.next_ring,))
-            self.next_ring = (self.next_ring + 1) % self.options.ring
-        source = Access("source", self.grad_buffer(unit), ("grad", unit), None)
-        target = Access("target", landing, None, ("landed", unit, tile))
-        self.emit(OpKind.DOWNLOAD, LaneName.DOWNLOAD, source, target, unit=unit, tile=tile)
-        return landing
-
-    def permits(self, unit: int, part: int) -> list[Access]:
-        """What an update asks before it writes: the verdict, and in an eager program the unit's own norms."""
-        if self.deferred:
-            return [self.verdict()]
-        norm = Access("norms", Buffer(Place.NORM_HOST, (unit, part)), ("norm", unit, part), None)
-        return [self.verdict(), norm]
-
-    def update(self, unit: int, tile: int, landing: Buffer) -> None:
-        self.emit(
-            OpKind.UPDATE,
-            LaneName.UPDATE,
-            Access("grad", landing, ("landed", unit, tile), None),
-            *self.permits(unit, 0),
-            *self.state(unit, tile, 0, 1),
-            unit=unit,
-            tile=tile,
-        )
 
     # vocabulary matrices
 
@@ -289,12 +184,6 @@ class _TrainingProgram(Program):
                 assert landing is not None
                 self.update(unit, tile, landing)
 
-    def update_rest(self, tile: int, landing: Buffer | None) -> None:
-        grad = () if landing is None else (Access("grad", landing, ("landed", self.table, tile), None),)
-        permits = self.permits(self.table, 0) if landing is not None else [self.verdict()]
-        state = self.state(self.table, tile, 0, "rest")
-        self.emit(OpKind.UPDATE_REST, LaneName.UPDATE, *grad, *permits, *state, unit=self.table, tile=tile)
-
     def embed_backward(self) -> None:
         tied_sum = self.layout.tied and self.trained[self.table]
         for micro in range(self.num_micro):
@@ -332,74 +221,3 @@ class _TrainingProgram(Program):
         if not self.deferred:
             for tile in self.layout.tiles(self.table, trained=True):
                 self.update_rows(tile.index)
-
-    def update_rows(self, tile: int) -> None:
-        grad = Access("grad", Buffer(Place.ROW_GRAD_HOST), ("row_grad",), None)
-        permits, state = self.permits(self.table, 1), self.state(self.table, tile, "rest", 1)
-        self.emit(OpKind.UPDATE_ROWS, LaneName.UPDATE, grad, *permits, *state, unit=self.table, tile=tile)
-
-    # resident units
-
-    def update_resident(self, unit: int) -> None:
-        """In the lane of the model's own work, which has the state in hand: a few ms for a unit of any size."""
-        grad = Access("grad", self.grad_buffer(unit), ("grad", unit), None)
-        self.emit(OpKind.UPDATE_RESIDENT, LaneName.COMPUTE, grad, self.verdict(), self.home(unit), unit=unit)
-
-    def update_resident_table(self) -> None:
-        """Tied: the touched rows' gradient takes its place in the output projection's. Untied: all others' is zero."""
-        accesses = [self.verdict(), self.home(self.table), self.batch()]
-        accesses.append(Access("row_grad", Buffer(Place.ROW_GRAD), ("row_grad",), None))
-        if self.layout.tied:
-            grad = Buffer(Place.DENSE_GRAD, (self.table,))
-            accesses.append(Access("grad", grad, ("grad", self.table), ("spent", self.table)))
-        self.emit(OpKind.UPDATE_RESIDENT_TABLE, LaneName.COMPUTE, *accesses, unit=self.table)
-
-    def home(self, unit: int) -> Access:
-        return Access("home", Buffer(Place.HOME, (unit,)), ("home", unit, 0), ("home", unit, 1))
-
-    # deferred
-
-    def decide(self) -> None:
-        loss = Access("loss", Buffer(Place.LOSS_HOST), ("loss",), None)
-        verdict = Access("verdict", Buffer(Place.VERDICT), None, ("verdict",))
-        self.emit(OpKind.DECIDE, LaneName.UPDATE, loss, *self.host_norms(), verdict)
-
-    def update_ahead(self, unit: int, tile: int, landing: Buffer | None) -> None:
-        """The norms so far tell whether clipping is certain already; then there is nothing to hope for."""
-        accesses = list(self.state(unit, tile, 0))
-        if landing is not None:
-            norms = Access("norms", Buffer(Place.NORM_HOST, (unit, 0)), ("norm", unit, 0), None)
-            accesses += [Access("grad", landing, ("landed", unit, tile), None), norms]
-        accesses.append(Access("spare", Buffer(Place.SPARE, (unit, tile)), None, ("spare", unit, tile)))
-        kind = OpKind.REST_AHEAD if unit == self.table else OpKind.UPDATE_AHEAD
-        self.emit(kind, LaneName.UPDATE, *accesses, unit=unit, tile=tile)
-
-    def settle(self, unit: int, tile: int) -> None:
-        accesses = [self.verdict(), *self.state(unit, tile, 0, 1)]
-        accesses.append(
-            Access("spare", Buffer(Place.SPARE, (unit, tile)), ("spare", unit, tile), ("spent", unit, tile))
-        )
-        if unit != self.table or self.layout.tied:
-            accesses.append(Access("grad", Buffer(Place.GRAD_HOST, (unit, tile)), ("landed", unit, tile), None))
-        if unit == self.table:
-            accesses.append(Access("row_grad", Buffer(Place.ROW_GRAD_HOST), ("row_grad",), None))
-        kind = OpKind.SETTLE_ROWS if unit == self.table else OpKind.SETTLE
-        self.emit(kind, LaneName.UPDATE, *accesses, unit=unit, tile=tile)
-
-    def update_all(self) -> None:
-        """In the order in which the next forward needs the units."""
-        for unit in range(len(self.layout.units)):
-            if not self.trained[unit]:
-                continue
-            if unit in self.resident:
-                self.update_resident_table() if unit == self.table else self.update_resident(unit)
-                continue
-            for tile in self.layout.tiles(unit, trained=True):
-                landing = Buffer(Place.GRAD_HOST, (unit, tile.index))
-                if unit in self.ahead:
-                    self.settle(unit, tile.index)
-                elif unit == self.table:
-                    self.update_rest(tile.index, landing if self.layout.tied else None)
-                    self.update_rows(tile.index)
-                else:
-                    self.update(unit, tile.index, landing)

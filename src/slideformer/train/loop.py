@@ -26,6 +26,7 @@ from slideformer.train.retention import Saver
 from slideformer.train.schedule import Schedule
 from slideformer.train.stop import StopRequests
 from slideformer.train.timeline import AFTER_STEPS, write_timeline
+from slideformer.train.verdict import verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class Loop:
         self._nonfinite_steps = start.nonfinite_steps
         # The first is replaced by a later one, unless the run is a short one.
         self._drawn = {start.step + 1, min(start.step + 1 + AFTER_STEPS, work.num_steps)}
+        self._say_what_binds = False
         self.loss_sum, self.num_losses = 0.0, 0  # of the steps of this process, for the mean
 
     def run(self) -> None:
@@ -187,12 +189,17 @@ class Loop:
             self.callbacks.fire("on_epoch_end")
         if step.number in self._drawn:
             write_timeline(Path(self.work.config.output_dir), step.number, step.result.timeline())
+            self._say_what_binds = step.number > self._start.step + 1
         due = step.number % self.work.config.logging_steps == 0 or step.number == self.work.num_steps
         if self.callbacks.take("log") or due:
             self.journal.step(self._metrics(step, None if nonfinite else norm), self.work.num_steps)
 
     def _metrics(self, step: Submitted, norm: float | None) -> dict[str, float | int | None]:
         speed = self._interval.close()
+        if self._say_what_binds:
+            busy = {str(lane): min(s / speed.step_s, 1.0) for lane, s in step.result.busy_s().items()}
+            self.journal.console.note(verdict(busy, speed.step_s, self.work.engine.predicted_step_s))
+            self._say_what_binds = False
         return {
             "global_step": step.number,
             "epoch": round(step.batch.epoch, 4),
