@@ -63,7 +63,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--cpu-threads", type=int)
     parser.add_argument("--no-liger", action="store_true", help="plain transformers blocks, but for ours")
-    parser.add_argument("--kernels", default="auto", help="of the blocks' elementwise parts, of ours")
+    parser.add_argument("--kernels", default="auto", help="of ours; triton-rotary-glu: all but those two")
     parser.add_argument("--window", type=int, default=3, help="of ours")
     parser.add_argument("--tile-numel", type=int, default=16 << 20, help="of ours")
     parser.add_argument("--engine", nargs="+", default=[], metavar="KEY=VALUE", help="further EngineOptions of ours")

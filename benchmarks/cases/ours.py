@@ -61,11 +61,13 @@ def measure(settings: Settings) -> dict[str, object]:
             torch.cuda.set_per_process_memory_fraction(settings.gpu_limit_gib * GIB / total)
         torch.zeros(1, device=device.torch_device)  # the context is not ours to count
         host_before = host_peak_gib()
+        kernels, *without = settings.kernels.split("-")
         decoder = Decoder(
             config,
             dtype=torch.bfloat16 if cuda else torch.float32,
             tile_numel=settings.tile_numel,
-            kernels=settings.kernels,
+            kernels=kernels,
+            without_kernels=tuple(without),
             device=device.torch_device,
         )
         options = options_of(settings, decoder.layout)

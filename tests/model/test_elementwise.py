@@ -70,6 +70,11 @@ def test_triton_is_refused_where_it_cannot_be_had(monkeypatch):
         build("llama", "triton")
 
 
+def test_an_op_that_does_not_exist_cannot_be_left_out():
+    with pytest.raises(ValueError, match="no kernel rotery to leave out, only rms_norm, residual, rotary, glu"):
+        build("llama", "torch", without_kernels=("rotery",))
+
+
 def test_a_family_without_kernels_is_named(on_a_gpu):
     with pytest.raises(BadInput, match="no kernels for the blocks of gpt2, only for cohere, gemma2, .*: use kernels"):
         build("gpt2", "triton")

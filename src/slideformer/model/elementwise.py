@@ -103,6 +103,8 @@ def apply_kernels(
     measurements. Returns op -> implementation, for all ops that the family has a kernel for.
     Raises BadInput: triton or liger cannot be had here, or does not know the family or something in it.
     """
+    if unknown := {*without} - {*OPS}:
+        raise ValueError(f"there is no kernel {', '.join(sorted(unknown))} to leave out, only {', '.join(OPS)}")
     family = model.config.model_type
     form = FORMS.get(family, Form())
     if kernels == "liger":
