@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from slideformer.data import dataset, workers
 from slideformer.data.dataset import load_dataset
 from slideformer.data.report import Tally
 from slideformer.data.rows import Reason
@@ -118,3 +119,13 @@ def test_evaluation_files_keep_their_names(codec, make_config, write_rows) -> No
     dataset = load_dataset(make_config(train, eval_dataset={"a": one, "b": two}), codec)
     assert list(dataset.evaluation) == ["a", "b"]
     assert [r.role for r in dataset.reports] == ["training", "evaluation (a)", "evaluation (b)"]
+
+
+def test_who_waits_hears_how_far_it_is(codec, make_config, write_rows, monkeypatch) -> None:
+    monkeypatch.setattr(dataset, "TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(workers, "CHUNK_ROWS", 2)
+    path = write_rows(*[GOOD] * 5)
+    told: list[str] = []
+    load_dataset(make_config(str(path), dataset_cache_dir=None), codec, told.append)
+    for line, count in zip(told, (2, 4, 5), strict=True):
+        assert re.fullmatch(re.escape(f"{path}: {count} rows, ") + r"[\d,]+ a second", line)

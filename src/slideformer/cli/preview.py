@@ -42,7 +42,7 @@ def preview(
         from slideformer.data import codec_of, load_dataset, seen_rows, training_batches
 
         codec = codec_of(config)
-        dataset = load_dataset(config, codec)
+        dataset = load_dataset(config, codec, say)
         batches = training_batches(dataset, config, codec)
         num_steps = batches.num_steps(epochs=config.num_train_epochs, max_steps=config.max_steps)
         found = seen_rows(batches, codec, num_rows=rows, first_step=step, num_steps=num_steps)

@@ -1,8 +1,9 @@
 """From rows in files to micro-batches of token ids, with a count of everything that was left out."""
 
 from slideformer.data.batches import Batches, MicroBatch, evaluation_batches
-from slideformer.data.dataset import Dataset, evaluation_sets, load_dataset, training_batches
+from slideformer.data.dataset import Dataset, evaluation_sets, load_dataset, samples_of, training_batches
 from slideformer.data.seen import SeenRow, seen_rows
+from slideformer.data.sources import Rows
 from slideformer.data.stream import StreamedBatches
 from slideformer.data.tokenizer import Codec, codec_of, load_tokenizer, with_template
 
@@ -11,6 +12,7 @@ __all__ = [
     "Codec",
     "Dataset",
     "MicroBatch",
+    "Rows",
     "SeenRow",
     "StreamedBatches",
     "codec_of",
@@ -18,6 +20,7 @@ __all__ = [
     "evaluation_sets",
     "load_dataset",
     "load_tokenizer",
+    "samples_of",
     "seen_rows",
     "training_batches",
     "with_template",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+import time
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
@@ -18,7 +19,7 @@ from slideformer.data.encode import EncodingRules
 from slideformer.data.formats import RowFormat
 from slideformer.data.report import FileReport
 from slideformer.data.samples import Sample, Samples, SampleWriter
-from slideformer.data.sources import RowSource, open_source
+from slideformer.data.sources import Rows, RowSource, open_source
 from slideformer.data.stream import Stream, StreamedBatches
 from slideformer.data.tokenizer import Codec
 from slideformer.data.workers import Encoder, encode_all
@@ -26,8 +27,10 @@ from slideformer.dataset_settings import DatasetSpec
 from slideformer.errors import BadInput
 
 TRAINING = "training"  # the role of rows that are trained on, in reports
+TELL_EVERY_S = 10.0
 CACHE_FORMAT = 1  # to be raised when the same rows would become other samples
 TODAY = "strftime_now"  # what a chat template calls to print the date
+Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,10 @@ class Dataset:
     streams: tuple[Stream, ...] = ()
 
 
-def load_dataset(config: TrainConfig, codec: Codec) -> Dataset:
+def load_dataset(config: TrainConfig, codec: Codec, tell: Tell | None = None) -> Dataset:
     """Read and encode every dataset of the config, or find it as it was encoded before.
+
+    tell: hears every TELL_EVERY_S seconds how far it is.
 
     Raises BadInput: whatever the readers and `encode_row` raise, a dataset of which no row can be used, and with
     `strict: true` the first row that cannot.
@@ -52,7 +57,7 @@ def load_dataset(config: TrainConfig, codec: Codec) -> Dataset:
     reports: list[FileReport] = []
 
     def load(spec: DatasetSpec, role: str) -> Samples:
-        samples, report = _load(spec, role, codec, config)
+        samples, report = _load(spec, role, codec, config, tell)
         reports.append(report)
         return samples
 
@@ -104,7 +109,7 @@ def evaluation_sets(dataset: Dataset, config: TrainConfig, codec: Codec) -> dict
 
 
 def samples_of(
-    rows: Iterable[Mapping[str, object]], name: str, role: str, codec: Codec, config: TrainConfig
+    rows: Rows, name: str, role: str, codec: Codec, config: TrainConfig, tell: Tell | None = None
 ) -> tuple[Samples, FileReport]:
     """Rows that are given in Python, as those of a file. name: what messages call them ("train_dataset").
 
@@ -115,24 +120,35 @@ def samples_of(
         raise BadInput(f"{name} is a {type(rows).__name__}, which has no length: give a list of rows, or a dataset")
     source = RowSource(name, RowFormat(text_field=config.dataset_text_field), config.max_samples, given=rows)
     encoder = Encoder(codec, source.row_format, EncodingRules.of(config), config.strict)
-    return _encoded(source, encoder, FileReport(name, role), None, config)
+    return _encoded(source, encoder, FileReport(name, role), None, config, tell)
 
 
-def _load(spec: DatasetSpec, role: str, codec: Codec, config: TrainConfig) -> tuple[Samples, FileReport]:
+def _load(
+    spec: DatasetSpec, role: str, codec: Codec, config: TrainConfig, tell: Tell | None
+) -> tuple[Samples, FileReport]:
     source, encoder = _prepared(spec, codec, config, streaming=False)
     folder = cache.folder_of(config.dataset_cache_dir)
-    return _encoded(source, encoder, _new_report(source, role, codec), folder, config)
+    return _encoded(source, encoder, _new_report(source, role, codec), folder, config, tell)
 
 
 def _encoded(
-    source: RowSource, encoder: Encoder, report: FileReport, folder: Path | None, config: TrainConfig
+    source: RowSource,
+    encoder: Encoder,
+    report: FileReport,
+    folder: Path | None,
+    config: TrainConfig,
+    tell: Tell | None,
 ) -> tuple[Samples, FileReport]:
     """Every sample of a source. folder: of the cache, if there is one."""
 
     def fill(writer: SampleWriter) -> cache.Facts:
         names: dict[str, int] = {}
+        told = begun = time.monotonic()
         for chunk in encode_all(source.rows(), encoder, num_proc=config.dataset_num_proc or 1):
             report.add(chunk)
+            if tell is not None and time.monotonic() - told >= TELL_EVERY_S:
+                told = time.monotonic()
+                tell(f"{source.name}: {report.rows_read:,} rows, {report.rows_read / (told - begun):,.0f} a second")
             if chunk.samples:
                 files = [names.setdefault(name, len(names)) for name, _ in chunk.places]
                 writer.add(names=np.array(files, np.int32), **chunk.arrays())

@@ -20,6 +20,9 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".parquet")
 
 
+Rows = Iterable[Mapping[str, object]]  # given in Python
+
+
 @dataclass(frozen=True, slots=True)
 class RowSource:
     """The rows of one dataset, in an order of their own that is always the same.
@@ -34,7 +37,7 @@ class RowSource:
     files: tuple[Path, ...] = ()
     hub: HubDataset | None = None
     passed_over: tuple[Path, ...] = ()
-    given: Iterable[Mapping[str, object]] | None = None
+    given: Rows | None = None
 
     def rows(self) -> Iterator[RawRow]:
         """Every row, up to max_rows. Raises as the readers of `files` and `hub` do."""
@@ -83,7 +86,7 @@ def open_source(
     return RowSource(spec.path, row_format, max_rows, () if hub else (path,), hub)
 
 
-def _given(rows: Iterable[Mapping[str, object]], name: str) -> Iterator[RawRow]:
+def _given(rows: Rows, name: str) -> Iterator[RawRow]:
     """Rows are numbered from 1. Raises BadInput for one that is no mapping."""
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):

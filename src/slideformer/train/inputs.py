@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from slideformer.config import TrainConfig
-from slideformer.data import Codec, Dataset, codec_of, load_dataset, with_template
+from slideformer.data import Codec, Dataset, Rows, codec_of, load_dataset, samples_of, with_template
 from slideformer.data.batches import Source
 from slideformer.data.tokenizer import PreTrainedTokenizerBase
 from slideformer.engine import Engine
@@ -18,7 +18,6 @@ from slideformer.errors import BadInput
 from slideformer.model import weights
 from slideformer.model.decoder import Decoder
 from slideformer.model.folder import read_config
-from slideformer.train.rows import Rows, samples_of
 
 GIVEN_AS_ROWS = "(rows given in Python)"
 Model = str | Path | torch.nn.Module
@@ -65,18 +64,18 @@ class Inputs:
         codec = Codec(self.tokenizer, name, tuple(dict.fromkeys(token for token in ends if token is not None)))
         return with_template(codec, self.config)
 
-    def dataset(self, codec: Codec) -> Dataset:
-        """All samples, from files and from rows. Raises BadInput."""
+    def dataset(self, codec: Codec, tell: Callable[[str], None]) -> Dataset:
+        """All samples, from files and from rows. tell: hears how far it is. Raises BadInput."""
         files = {name: path for name, path in self.config.eval_dataset.items() if name not in self.evaluation}
         sources = self.config.dataset if self.train is None else ()
-        read = load_dataset(self.config.model_copy(update={"dataset": sources, "eval_dataset": files}), codec)
+        read = load_dataset(self.config.model_copy(update={"dataset": sources, "eval_dataset": files}), codec, tell)
         train, evaluation, reports = read.train, dict(read.evaluation), read.reports
         if self.train is not None:
-            samples, report = samples_of(self.train, "train_dataset", "training", codec, self.config)
+            samples, report = samples_of(self.train, "train_dataset", "training", codec, self.config, tell)
             train, reports = (Source(samples),), (*reports, report)
         for name, rows in self.evaluation.items():
             label = f"eval_dataset[{name!r}]" if name else "eval_dataset"
-            evaluation[name], report = samples_of(rows, label, "evaluation", codec, self.config)
+            evaluation[name], report = samples_of(rows, label, "evaluation", codec, self.config, tell)
             reports = (*reports, report)
         return Dataset(tuple(train), evaluation, tuple(reports), () if self.train is not None else read.streams)
 

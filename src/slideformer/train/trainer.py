@@ -145,6 +145,7 @@ class Trainer:
                 with (
                     MetricsFile(target / METRICS, kept=kept) as file,
                     Trackers(config, console.warn, first_step=start.step + 1) as trackers,
+                    origin.saver(config, engine, console) as saver,
                 ):
                     journal = Journal(file, trackers, self._callbacks, console)
                     judge = Judge(prepared.rule, start.judged, start.best_saved)
@@ -157,7 +158,7 @@ class Trainer:
                         prepared.schedule,
                         prepared.num_steps,
                     )
-                    loop = Loop(work, journal, judge, origin.saver(config, engine, console), stop, start)
+                    loop = Loop(work, journal, judge, saver, stop, start)
                     loop.stop_if_asked("before the first step", start.step)
                     with self._recorded(record, device, journal, work, start):
                         _tell_start(work, console)
@@ -228,7 +229,7 @@ class Trainer:
             companions(inputs.folder)
         model_config = inputs.model_config  # a wrong folder is found before the tokenizer and the data are read
         codec = inputs.codec()
-        dataset = inputs.dataset(codec)
+        dataset = inputs.dataset(codec, console.note)
         batches = training_batches(dataset, config, codec)
         evaluation = evaluation_sets(dataset, config, codec)
         if config.eval_strategy != "no" and not evaluation:
