@@ -7,7 +7,7 @@ import re
 import pytest
 
 from slideformer.data import dataset, workers
-from slideformer.data.dataset import load_dataset
+from slideformer.data.dataset import load_dataset, require_vocabulary
 from slideformer.data.report import Tally
 from slideformer.data.rows import Reason
 from slideformer.errors import BadInput
@@ -119,6 +119,18 @@ def test_evaluation_files_keep_their_names(codec, make_config, write_rows) -> No
     dataset = load_dataset(make_config(train, eval_dataset={"a": one, "b": two}), codec)
     assert list(dataset.evaluation) == ["a", "b"]
     assert [r.role for r in dataset.reports] == ["training", "evaluation (a)", "evaluation (b)"]
+
+
+def test_a_token_that_the_model_has_no_row_for_is_told_with_its_row(codec, make_config, write_rows) -> None:
+    good = write_rows(*[{"text": "abc"}] * 3, name="good.jsonl")
+    path = write_rows(*[{"input_ids": [1, 2]}] * 3, {"input_ids": [5, 400, 5], "labels": [5, -100, 5]})
+    for fields in ({}, {"val_size": 0.5}):
+        found = load_dataset(make_config([str(good), str(path)], **fields), codec)
+        require_vocabulary(found, 401)
+        with pytest.raises(BadInput, match=re.escape(f"{path}:4 has token 400, and the model knows 400: use the tok")):
+            require_vocabulary(found, 400)
+    with pytest.raises(BadInput, match="good.jsonl:1 has token 258, and the model knows 258"):
+        require_vocabulary(load_dataset(make_config(str(good)), codec), 258)
 
 
 def test_who_waits_hears_how_far_it_is(codec, make_config, write_rows, monkeypatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import sys
 import tracemalloc
 
 import pyarrow
@@ -144,6 +145,13 @@ def test_files_that_cannot_be_read_are_named_with_what_is_wrong(tmp_path, name, 
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(BadInput, match=re.escape(str(path)) + ".*" + re.escape(message)):
+        list(read_file(path))
+
+
+def test_parquet_without_its_library_says_what_to_install(tmp_path, monkeypatch) -> None:
+    path = write(tmp_path, suffix=".parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(BadInput, match=re.escape(f"{path} needs pyarrow: pip install 'slideformer[parquet]'")):
         list(read_file(path))
 
 

@@ -1,7 +1,14 @@
 """From rows in files to micro-batches of token ids, with a count of everything that was left out."""
 
 from slideformer.data.batches import Batches, MicroBatch, evaluation_batches
-from slideformer.data.dataset import Dataset, evaluation_sets, load_dataset, samples_of, training_batches
+from slideformer.data.dataset import (
+    Dataset,
+    evaluation_sets,
+    load_dataset,
+    require_vocabulary,
+    samples_of,
+    training_batches,
+)
 from slideformer.data.seen import SeenRow, seen_rows
 from slideformer.data.sources import Rows
 from slideformer.data.stream import StreamedBatches
@@ -20,6 +27,7 @@ __all__ = [
     "evaluation_sets",
     "load_dataset",
     "load_tokenizer",
+    "require_vocabulary",
     "samples_of",
     "seen_rows",
     "training_batches",

@@ -18,7 +18,7 @@ from slideformer.data.batches import Batches, MicroBatch, Source, evaluation_bat
 from slideformer.data.encode import EncodingRules
 from slideformer.data.formats import RowFormat
 from slideformer.data.report import FileReport
-from slideformer.data.samples import Sample, Samples, SampleWriter
+from slideformer.data.samples import Sample, Samples, SampleWriter, lengths_of, token_runs
 from slideformer.data.sources import Rows, RowSource, open_source
 from slideformer.data.stream import Stream, StreamedBatches
 from slideformer.data.tokenizer import Codec
@@ -106,6 +106,21 @@ def evaluation_sets(dataset: Dataset, config: TrainConfig, codec: Codec) -> dict
         name: evaluation_batches(samples, config.eval_batch_size, codec.pad_id, pack_length=pack_length)
         for name, samples in dataset.evaluation.items()
     }
+
+
+def require_vocabulary(dataset: Dataset, vocab_size: int) -> None:
+    """Raise BadInput for a token that the model has no row for, as of a tokenizer that was added to."""
+    for samples in (*(source.samples for source in dataset.train), *dataset.evaluation.values()):
+        first = 0
+        for ids, labels in token_runs(samples):
+            if max(int(ids.max()), int(labels.max())) >= vocab_size:
+                at = int(np.argmax(np.maximum(ids, labels) >= vocab_size))
+                place = int(np.searchsorted(np.cumsum(lengths_of(samples)), first + at, side="right"))
+                raise BadInput(
+                    f"{samples[place].where} has token {max(ids[at], labels[at])}, and the model knows {vocab_size}: "
+                    "use the tokenizer that the model was trained with, or a model whose embedding was made larger"
+                )
+            first += len(ids)
 
 
 def samples_of(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from slideformer.config import TrainConfig
-from slideformer.data import Batches, Codec, Dataset, evaluation_sets, training_batches
+from slideformer.data import Batches, Codec, Dataset, evaluation_sets, require_vocabulary, training_batches
 from slideformer.device import Device, open_device
 from slideformer.engine import Engine
 from slideformer.errors import BadInput, RunFailed
@@ -230,6 +230,7 @@ class Trainer:
         model_config = inputs.model_config  # a wrong folder is found before the tokenizer and the data are read
         codec = inputs.codec()
         dataset = inputs.dataset(codec, console.note)
+        require_vocabulary(dataset, model_config.get_text_config().vocab_size)
         batches = training_batches(dataset, config, codec)
         evaluation = evaluation_sets(dataset, config, codec)
         if config.eval_strategy != "no" and not evaluation:
