@@ -136,6 +136,7 @@ class TrainConfig(BaseModel):
     save_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: as in the model's config
     save_strategy: Literal["no", "steps", "epoch"] = "no"  # checkpoints; the end result is always saved
     save_steps: int | None = Field(None, ge=1)
+    save_in_background: bool = True  # training goes on while a checkpoint is written
     save_total_limit: int | None = Field(2, ge=1)  # checkpoints that are kept; null: all
     push_to_hub: bool = False  # the result, on the Hugging Face hub; its token is the hub library's business
     hub_model_id: str | None = None  # NAME or ORGANISATION/NAME; null: the name of output_dir

@@ -32,14 +32,15 @@ def test_a_disk_that_fills_up_in_a_save_keeps_the_checkpoint_before(server: Serv
     one = 250_000
     fill = f"mount('out', 'size={4 * one}')\n"
     fill += f"""
-from slideformer.train import retention
-save = retention.Saver.save
+from slideformer.train.saver import Saver
+save = Saver.save
 def filling(self, *args, **settings):
     save(self, *args, **settings)
+    self.wait()
     with open('out/somebody_elses', 'wb') as file:
         free = os.statvfs('out').f_bavail * os.statvfs('out').f_frsize
         file.write(bytes(free - {one // 5}))
-retention.Saver.save = filling
+Saver.save = filling
 """
     child = server.start(folder, "train", "train.yaml", before=fill, keep="kept")
     assert ended(child) == 1

@@ -17,7 +17,7 @@ from slideformer.errors import BadInput
 from slideformer.model import files
 from slideformer.train import trainer
 from slideformer.train.console import PlainConsole
-from slideformer.train.retention import Saver
+from slideformer.train.saver import Saver
 from slideformer.train.schedule import learning_rate
 from slideformer.train.stop import Stopped
 from slideformer.train.trainer import train

@@ -13,11 +13,11 @@ from dataclasses import replace
 import torch
 
 from slideformer.data.batches import MicroBatch
-from slideformer.device import Device
+from slideformer.device import Device, Mark
 from slideformer.engine.actions import DeviceActions
 from slideformer.engine.ahead import auto_ahead
 from slideformer.engine.costs import Costs
-from slideformer.engine.executor import Executor
+from slideformer.engine.executor import Executor, writes_state
 from slideformer.engine.feed import Feed, build_feed
 from slideformer.engine.fit import plans_of, require_fit
 from slideformer.engine.host_actions import HostActions
@@ -26,6 +26,7 @@ from slideformer.engine.placement import Room, place
 from slideformer.engine.probe import probe
 from slideformer.engine.resident import ResidentUpdates
 from slideformer.engine.run import Run, StepResult
+from slideformer.engine.sliced_head import SlicedHeadActions
 from slideformer.errors import BadInput, RunFailed
 from slideformer.layout import UnitKind
 from slideformer.memory import Budget, State, allocate
@@ -80,6 +81,7 @@ class Engine:
             raise
         self._host = HostActions(self.layout, options, self.kernels)
         device_actions = {**DeviceActions(decoder, self.kernels).table(), **ResidentUpdates(self.layout).table()}
+        device_actions |= SlicedHeadActions(decoder).table()
         actions = {**device_actions, **self._host.table()}
         self.executor = Executor(device, buffers, actions)
 
@@ -97,6 +99,7 @@ class Engine:
                 keep=() if options.keep == "auto" else options.keep,
                 ahead=() if options.ahead == "auto" else options.ahead,
                 late=() if options.late == "auto" else options.late,
+                sliced_head=options.sliced_head is True,
             )
             self.budget = self._require_fit()
             return
@@ -152,6 +155,21 @@ class Engine:
         """The unit's state itself, no copy: to be read before the next step. Waits and raises as `read`."""
         self._require_whole()
         return self.state.planes(unit)
+
+    def hold(self, unit: int, until: Mark) -> None:
+        """No step from now on changes the unit's state before `until`, so that `state.planes(unit)`, which then neither
+        waits nor asks, may be copied from another lane while the next step runs."""
+        self.executor.hold(unit, until)
+
+    @property
+    def held_s(self) -> float:
+        """Seconds for which updates have waited for holds, so far."""
+        return self.executor.held_s
+
+    def update_order(self) -> list[int]:
+        """All units, in the order in which a step writes them."""
+        first = {op.unit: index for index, op in reversed([*enumerate(self.plan.ops)]) if writes_state(op)}
+        return sorted(range(len(self.layout.units)), key=lambda unit: first.get(unit, len(self.plan.ops)))
 
     def restore(self, unit: int, plane: PlaneName, offset: int, values: torch.Tensor) -> None:
         """Set elements of one plane of the state as `planes` gave them. Waits for steps under way."""

@@ -7,6 +7,7 @@ Another plan starts when every lane is idle.
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from slideformer.device import Device, Lane, LaneFailure, Mark
 from slideformer.engine.reach import Held, Reach
 from slideformer.engine.run import Run
 from slideformer.errors import RunFailed
-from slideformer.schedule import Buffer, LaneName, Op, OpKind, Plan
+from slideformer.schedule import Buffer, LaneName, Op, OpKind, Place, Plan
 from slideformer.schedule.ops import HOST_LANES, STATE_PLACES
 
 Action = Callable[[Reach, Run, Op], None]
@@ -27,8 +28,15 @@ SWITCH_INTERVAL_S = 2e-4
 waits for the caller's loop over the next plan at the joint between steps, where all wait for it: with this and a gather
 that goes tile by tile, gathering 172 MB went from 39 to 12 ms (H200, 2026-11-30)."""
 
+WRITTEN = STATE_PLACES | {Place.SPARE, Place.HOME}
+"""Where an op that changes a unit's state writes."""
+
 RUNS_IN_FLIGHT = 2
 """Runs submitted and not done: one at work, one queued behind it, so that queues stay bounded."""
+
+
+def writes_state(op: Op) -> bool:
+    return any(a.leaves is not None and a.buffer.place in WRITTEN for a in op.accesses)
 
 
 class _Compiled:
@@ -37,6 +45,7 @@ class _Compiled:
     def __init__(self, plan: Plan, buffers: dict[Buffer, Held], actions: dict[OpKind, Action], poisons: bool) -> None:
         self.plan = plan
         self.labels = [str(op) for op in plan.ops]
+        self.writes_state = [writes_state(op) for op in plan.ops]
         self.works = [partial(_perform, actions[op.kind], Reach(op, buffers), op=op) for op in plan.ops]
         self.poison_before: list[list[torch.Tensor]] = [[] for _ in plan.ops]
         self.poison_after: list[list[torch.Tensor]] = [[] for _ in plan.ops]
@@ -93,6 +102,12 @@ class Executor:
         self._last: tuple[Plan, Run] | None = None
         self._in_flight: deque[tuple[Plan, Run]] = deque()
         self.interrupted = False
+        self._holds: dict[int, Mark] = {}
+        self.held_s = 0.0  # for which lanes have waited for a hold; the update lane's, unless units are resident
+
+    def hold(self, unit: int, until: Mark) -> None:
+        """No run that is submitted from now on writes the unit's state before `until`."""
+        self._holds[unit] = until
 
     def submit(self, plan: Plan, run: Run) -> None:
         """Queue a run and return; `run.marks[i]` closes op i. Blocks while RUNS_IN_FLIGHT others are not done.
@@ -127,10 +142,21 @@ class Executor:
                     lane.wait(marks[wait.index])
                 elif before:
                     lane.wait(before[wait.index])
+            if compiled.writes_state[index] and op.unit in self._holds:
+                hold = self._holds[op.unit]
+                if hold.completed:
+                    del self._holds[op.unit]
+                else:
+                    lane.run(partial(self._await, hold), f"hold of unit {op.unit}")
             work: Callable[[], None] = partial(compiled.works[index], run)
             if self.device.poisons:
                 work = partial(_poisoned, compiled.poison_before[index], work, compiled.poison_after[index])
             marks.append(lane.run(work, compiled.labels[index]))
+
+    def _await(self, hold: Mark) -> None:
+        start = time.perf_counter()
+        hold.wait()
+        self.held_s += time.perf_counter() - start
 
     def synchronize(self) -> None:
         """Block until every submitted run is done. Raises as `submit` does."""

@@ -43,24 +43,30 @@ class Summing:
 
 def write_file(path: Path, fill: Callable[[Summing], object]) -> Sum:
     """Write a new file with what `fill` writes. Blocks until it is on disk; raises OSError."""
+    found = write_unflushed(path, fill)
+    flush(path)
+    return found
+
+
+def write_unflushed(path: Path, fill: Callable[[Summing], object]) -> Sum:
+    """The same, but a part may still be in the page cache: `flush` comes later. Raises OSError."""
     with open(path, "wb", buffering=0) as file:
         out = Summing(file)
         fill(out)
-        os.fsync(file.fileno())
     return Sum(out.nbytes, out.crc32)
 
 
-def write_text(path: Path, text: str) -> Sum:
-    return write_file(path, lambda out: out.write(text.encode()))
-
-
-def flush_folder(folder: Path) -> None:
-    """Names in a folder are on disk when the folder itself is flushed."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Block until a file, or the names in a folder, are on disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> Sum:
+    return write_file(path, lambda out: out.write(text.encode()))
 
 
 def sum_of(path: Path) -> Sum:

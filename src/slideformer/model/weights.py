@@ -154,7 +154,7 @@ def _replace(folder: Path, unfinished: Path, written: list[str]) -> None:
     for name in stale:
         (folder / name).unlink(missing_ok=True)
     unfinished.rmdir()
-    files.flush_folder(folder)
+    files.flush(folder)
 
 
 def _indexed_files(folder: Path) -> set[str]:

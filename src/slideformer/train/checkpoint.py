@@ -11,6 +11,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, get_args
@@ -103,31 +104,66 @@ def write(parent: Path, record: Record, engine: Engine) -> Path:
     A complete checkpoint of that step is replaced; anything else of its name is set aside. Raises RunFailed when the
     state is torn or the disk refuses; what was written of the new one is then removed.
     """
-    step = record.progress.step
-    partial, final = parent / f".{folder_name(step)}.partial", parent / folder_name(step)
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        sums = {}
+    draft = Draft(parent, record, engine.layout)
+    with draft.guarded():
         for index in range(len(engine.layout.units)):
-            tensors = _tensors(engine.layout, index, engine.planes(index))
-            sums[unit_file(index)] = files.write_file(partial / unit_file(index), _writer(tensors, engine.layout))
-        sums[TRAINER] = files.write_text(
-            partial / TRAINER, json.dumps(redacted(record.model_dump(mode="json")), indent=2)
-        )
-        listed = {name: _Sum(nbytes=found.nbytes, crc32=found.crc32) for name, found in sums.items()}
-        files.write_text(partial / MANIFEST, _Manifest(step=step, files=listed).model_dump_json(indent=2))
-        files.flush_folder(partial)
-        _into_place(partial, final)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise RunFailed(
-                f"{final} could not be written: {error.strerror or error}; the checkpoints before it are as they were: "
-                "make room or choose another output_dir, and go on with resume_from_checkpoint"
-            ) from error
-        raise
-    return final
+            draft.unit(index, engine.planes(index))
+    return draft.finish()
+
+
+class Draft:
+    """A checkpoint that is being written, under another name until it is complete. Units in any order, each once."""
+
+    def __init__(self, parent: Path, record: Record, layout: Layout) -> None:
+        """Raises RunFailed, as all of this does, when the disk refuses."""
+        self._record, self._layout = record, layout
+        name = folder_name(record.progress.step)
+        self._partial, self._final = parent / f".{name}.partial", parent / name
+        self._sums: dict[str, files.Sum] = {}
+        self.discard()
+        with self.guarded():
+            self._partial.mkdir()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self._sums.values())
+
+    def unit(self, index: int, planes: Planes) -> None:
+        """Write a unit's file and sum it up. It may be on its way to the disk still when this returns."""
+        with self.guarded():
+            writer = _writer(_tensors(self._layout, index, planes), self._layout)
+            self._sums[unit_file(index)] = files.write_unflushed(self._partial / unit_file(index), writer)
+
+    def finish(self) -> Path:
+        """Flush all of it, add the marker, and put it in its place."""
+        with self.guarded():
+            for name in self._sums:
+                files.flush(self._partial / name)
+            text = json.dumps(redacted(self._record.model_dump(mode="json")), indent=2)
+            self._sums[TRAINER] = files.write_text(self._partial / TRAINER, text)
+            listed = {name: _Sum(nbytes=one.nbytes, crc32=one.crc32) for name, one in sorted(self._sums.items())}
+            manifest = _Manifest(step=self._record.progress.step, files=listed)
+            files.write_text(self._partial / MANIFEST, manifest.model_dump_json(indent=2))
+            files.flush(self._partial)
+            _into_place(self._partial, self._final)
+        return self._final
+
+    def discard(self) -> None:
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Whatever goes wrong inside leaves nothing of the draft."""
+        try:
+            yield
+        except BaseException as error:
+            self.discard()
+            if isinstance(error, OSError):
+                raise RunFailed(
+                    f"{self._final} could not be written: {error.strerror or error}; the checkpoints before it are as "
+                    "they were: make room or choose another output_dir, and go on with resume_from_checkpoint"
+                ) from error
+            raise
 
 
 def unit_file(index: int) -> str:
@@ -176,7 +212,7 @@ def _into_place(partial: Path, final: Path) -> None:
         else:
             final.rename(_free_name(final))
     partial.rename(final)
-    files.flush_folder(final.parent)
+    files.flush(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

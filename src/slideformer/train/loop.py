@@ -22,7 +22,7 @@ from slideformer.train.checkpoint import Progress, folder_name
 from slideformer.train.evaluation import Sets, evaluate
 from slideformer.train.interval import Interval
 from slideformer.train.journal import Journal
-from slideformer.train.retention import Saver
+from slideformer.train.saver import Saver
 from slideformer.train.schedule import Schedule
 from slideformer.train.stop import StopRequests
 from slideformer.train.timeline import AFTER_STEPS, write_timeline
@@ -68,6 +68,7 @@ class Loop:
         self.work, self.journal, self.judge, self.saver, self.stop = work, journal, judge, saver, stop
         self.callbacks: Callbacks = journal.callbacks
         self._start, self._saved_step = start, start.step
+        self._saves = False  # a checkpoint is being written, or has been and callbacks have not heard of it
         self._interval = Interval(start.logged)
         self._tokens_seen, self._targets_seen = start.num_input_tokens_seen, start.num_target_tokens_seen
         self._nonfinite_steps = start.nonfinite_steps
@@ -100,6 +101,7 @@ class Loop:
                 self._between(index + 1, submitted.batch.epoch, saves=saves, evaluates=evaluates)
             if self.saver is None or self._saved_step == index + 1:  # else a signal has come since, and waits a step
                 self.stop_if_asked(f"after step {index + 1} of {self.work.num_steps}", index + 1)
+        self._settle_save()
         self.callbacks.fire("on_train_end")
 
     def _between(self, step: int, epoch: float, *, saves: bool, evaluates: bool) -> None:
@@ -145,17 +147,28 @@ class Loop:
             best_saved=self.judge.best_saved,
             callbacks=self.callbacks.kept(),
         )
+        self._settle_save()
         self.saver.save(progress)
-        self._saved_step = step
+        self._saved_step, self._saves = step, True
         if self.judge.best_saved is not None:
             self.callbacks.state.best_model_checkpoint = (
                 f"{self.work.config.output_dir}/{folder_name(self.judge.best_saved)}"
             )
-        self.callbacks.fire("on_save")
+        if self.saver.is_done:
+            self._settle_save()
+
+    def _settle_save(self) -> None:
+        """Wait until the checkpoint that is being written is complete. Callbacks hear of it then."""
+        if self.saver is not None and self._saves:
+            self.saver.wait()
+            self._saves = False
+            self.callbacks.fire("on_save")
 
     def stop_if_asked(self, where: str, step: int) -> None:
         """Raise Stopped if a signal has come. where, step: how far the run is."""
         saved = self.saver is not None and step > 0 and self._saved_step == step
+        if self.stop.asked:
+            self._settle_save()
         what = f"go on from checkpoint-{step} with resume_from_checkpoint: auto" if saved else "nothing was saved"
         self.stop.raise_if_asked(f"{where}: {what}")
 
@@ -185,6 +198,8 @@ class Loop:
         state = self.callbacks.state
         state.global_step, state.epoch, state.num_input_tokens_seen = step.number, step.batch.epoch, self._tokens_seen
         self.callbacks.fire("on_step_end")
+        if self.saver is not None and self.saver.is_done:
+            self._settle_save()
         if step.number % self.work.batches.steps_per_epoch == 0:
             self.callbacks.fire("on_epoch_end")
         if step.number in self._drawn:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +20,8 @@ from slideformer.model.decoder import Decoder
 from slideformer.train import checkpoint, fingerprint
 from slideformer.train.checkpoint import Checkpoint, Damaged, Progress
 from slideformer.train.console import Console
-from slideformer.train.retention import Saver, clean, numbered, require_space
+from slideformer.train.retention import clean, numbered, require_space
+from slideformer.train.saver import Saver
 from slideformer.train.schedule import num_steps
 from slideformer.train.setup import save_dtype
 
@@ -41,8 +44,13 @@ class Origin:
             console.warn(f"the last bits may differ from an unbroken run's: {fingerprint.listed(differ)}")
         return loaded.record.progress
 
-    def saver(self, config: TrainConfig, engine: Engine, console: Console) -> Saver | None:
-        return None if config.save_strategy == "no" else Saver(config, engine, console, self.maths, self.bits)
+    @contextmanager
+    def saver(self, config: TrainConfig, engine: Engine, console: Console) -> Iterator[Saver | None]:
+        if config.save_strategy == "no":
+            yield None
+            return
+        with Saver(config, engine, console, self.maths, self.bits).running() as saver:
+            yield saver
 
 
 def find_origin(config: TrainConfig, batches: Batches, decoder: Decoder, device_kind: str, console: Console) -> Origin:

@@ -1,25 +1,18 @@
-"""The checkpoints of a run side by side: writing the next, which stay, leftovers, and whether there is room."""
+"""The checkpoints of a run side by side: which stay, leftovers, and whether there is room."""
 
 from __future__ import annotations
 
 import re
 import shutil
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import JsonValue
-
 from slideformer.config import TrainConfig
-from slideformer.engine import Engine
 from slideformer.errors import DoesNotFit
 from slideformer.layout import Layout
 from slideformer.memory import size
 from slideformer.memory.state import state_nbytes
 from slideformer.train import checkpoint
-from slideformer.train.checkpoint import Progress, Record, folder_name, is_complete
-from slideformer.train.console import Console
-from slideformer.train.record import versions
+from slideformer.train.checkpoint import is_complete
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _LEFTOVER = re.compile(r"\.(checkpoint-\d+)\.(partial|removed|old)")
@@ -77,25 +70,3 @@ def require_space(
             f"{size(model_nbytes)}), and {size(free)} are free: make room, lower save_total_limit, choose another "
             "output_dir, or set save_strategy: no"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Saver:
-    """Writes a run's checkpoints."""
-
-    config: TrainConfig
-    engine: Engine
-    console: Console
-    maths: dict[str, JsonValue]
-    bits: dict[str, JsonValue]
-
-    def save(self, progress: Progress) -> None:
-        """Write one and remove those too many. Blocks; raises RunFailed."""
-        start, parent = time.perf_counter(), Path(self.config.output_dir)
-        config = self.config.model_dump(mode="json")
-        record = Record(progress=progress, maths=self.maths, bits=self.bits, config=config, versions=dict(versions()))
-        folder = checkpoint.write(parent, record, self.engine)
-        nbytes = sum(path.stat().st_size for path in folder.iterdir())
-        self.console.note(f"{folder_name(progress.step)}: {checkpoint.told(nbytes, time.perf_counter() - start)}")
-        best = progress.best_saved if self.config.load_best_model_at_end else None
-        rotate(parent, progress.step, self.config.save_total_limit, best=best)

@@ -1,0 +1,168 @@
+"""Writes a run's checkpoints while the run goes on.
+
+Each unit is copied to its file between the update that the checkpoint is of and the next one, which waits for it
+(`Engine.hold`) if it comes too early. So no memory is taken but the page cache's, and training waits only as far as
+the disk is slower than that has room for. Flushing, the marker and the rotation come after the last unit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from slideformer.config import TrainConfig
+from slideformer.device import Mark
+from slideformer.device.lanes import Fault, ThreadLane
+from slideformer.engine import Engine
+from slideformer.native import available_cpus
+from slideformer.train import checkpoint
+from slideformer.train.checkpoint import Draft, Progress, Record, folder_name
+from slideformer.train.console import Console
+from slideformer.train.record import versions
+from slideformer.train.retention import rotate
+from slideformer.train.stop import Stopped
+
+MOST_LANES = 4
+"""Files that are written and summed at once: a sum takes one core for about as long as a fast disk takes to write."""
+DISCARD_S = 2.0
+"""How long a run that ends at once waits for the piece that is being written, so as to leave no half."""
+
+
+class _Writing:
+    """A checkpoint on its way. end: of all its work; failure: why there will be none."""
+
+    def __init__(self, draft: Draft, progress: Progress) -> None:
+        self.draft, self.progress = draft, progress
+        self.failure: BaseException | None = None
+        self.start_s = self.end_s = time.perf_counter()
+        self.waited_s = self.held_before_s = 0.0
+        self.end: Mark | None = None
+
+
+class Saver:
+    """One checkpoint at a time. Use from one thread; as a context manager, which ends what is under way."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        engine: Engine,
+        console: Console,
+        maths: dict[str, JsonValue],
+        bits: dict[str, JsonValue],
+    ) -> None:
+        self.config, self.engine, self.console, self.maths, self.bits = config, engine, console, maths, bits
+        # Of their own, so that the failure of a step does not end the checkpoint before it.
+        self._fault = Fault()
+        self._lanes: list[ThreadLane] = []
+        self._writing: _Writing | None = None
+        self._at_work: set[int] = set()  # units that lanes are copying just now
+
+    def save(self, progress: Progress) -> None:
+        """Begin to write one, when the one before is complete; those too many are removed at its end.
+
+        With save_in_background: false it is complete when this returns. Raises RunFailed: of the one before too.
+        """
+        self.wait()
+        start = time.perf_counter()
+        order = self.engine.update_order()
+        self.engine.planes(order[-1])  # waits for the step, and refuses a state that is torn
+        config = self.config.model_dump(mode="json")
+        record = Record(progress=progress, maths=self.maths, bits=self.bits, config=config, versions=dict(versions()))
+        writing = _Writing(Draft(Path(self.config.output_dir), record, self.engine.layout), progress)
+        writing.start_s, writing.held_before_s = start, self.engine.held_s
+        lanes = self._open_lanes()
+        for place, unit in enumerate(order):
+            mark = lanes[place % len(lanes)].run(partial(self._copy, writing, unit), f"unit {unit} of a checkpoint")
+            self.engine.hold(unit, mark)
+            lanes[0].wait(mark)
+        writing.end = lanes[0].run(partial(self._finish, writing), "the end of a checkpoint")
+        self._writing = writing
+        writing.waited_s = time.perf_counter() - start
+        if not self.config.save_in_background:
+            self.wait()
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing is under way, or it has come to its end and `wait` will not block."""
+        return self._writing is None or self._writing.end.completed
+
+    def wait(self) -> None:
+        """Block until what was begun is complete, and tell of it. Raises RunFailed if it will not be."""
+        writing = self._writing
+        if writing is None:
+            return
+        start = time.perf_counter()
+        writing.end.wait()
+        self._writing = None
+        if writing.failure is not None:
+            raise writing.failure
+        waited_s = writing.waited_s + time.perf_counter() - start + self.engine.held_s - writing.held_before_s
+        seconds = writing.end_s - writing.start_s
+        told = checkpoint.told(writing.draft.nbytes, seconds)
+        name = folder_name(writing.progress.step)
+        self.console.note(f"{name}: {told}, for which training waited {min(waited_s, seconds):.1f} s")
+
+    def _open_lanes(self) -> list[ThreadLane]:
+        if not self._lanes:
+            count = max(1, min(MOST_LANES, available_cpus() // 4))
+            self._lanes = [ThreadLane(f"checkpoint-{index}", self._fault) for index in range(count)]
+        return self._lanes
+
+    def _copy(self, writing: _Writing, unit: int) -> None:
+        """In a lane. The unit is held, so its state is that of the checkpoint's step."""
+        self._at_work.add(unit)
+        if writing.failure is None:
+            try:
+                writing.draft.unit(unit, self.engine.state.planes(unit))
+            except BaseException as failure:  # raised in the caller, by `wait`
+                writing.failure = failure
+        self._at_work.discard(unit)
+
+    def _finish(self, writing: _Writing) -> None:
+        if writing.failure is None:
+            try:
+                writing.draft.finish()
+            except BaseException as failure:  # likewise
+                writing.failure = failure
+        if writing.failure is not None:
+            writing.draft.discard()
+            return
+        best = writing.progress.best_saved if self.config.load_best_model_at_end else None
+        rotate(Path(self.config.output_dir), writing.progress.step, self.config.save_total_limit, best=best)
+        writing.end_s = time.perf_counter()
+
+    @contextmanager
+    def running(self) -> Iterator[Saver]:
+        """Ends what is under way: by waiting for it, whatever else has failed, unless all is to end at once."""
+        try:
+            yield self
+            self.wait()
+        except Stopped as stopped:
+            if stopped.at_once:
+                self._abandon(stopped)
+            raise
+        except BaseException:
+            try:
+                self.wait()
+            except Exception as failure:  # what is being raised comes first
+                self.console.warn(str(failure))
+            raise
+        finally:
+            if self._fault.first is None:
+                for lane in self._lanes:
+                    lane.close()
+
+    def _abandon(self, stopped: Stopped) -> None:
+        """Drop what is queued. A thread that hangs in the disk is left to the end of the process."""
+        self._fault.abandon(stopped)
+        if self._writing is None:
+            return
+        until = time.monotonic() + DISCARD_S
+        while self._at_work and time.monotonic() < until:
+            time.sleep(0.01)
+        self._writing.draft.discard()

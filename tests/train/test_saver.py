@@ -1,0 +1,138 @@
+"""A checkpoint that is written while training goes on is that of its step, and training is that without it."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.toys import (
+    DEFERRED,
+    EAGER,
+    LR,
+    engine_on,
+    state_hashes,
+    tiny_batch,
+    tiny_decoder,
+    toy_options,
+    write_weights,
+)
+from slideformer.errors import RunFailed
+from slideformer.model import files
+from slideformer.train import checkpoint
+from slideformer.train.checkpoint import Progress, Record
+from slideformer.train.console import PlainConsole
+from slideformer.train.saver import Saver
+from slideformer.train.trainer import train
+from train.toy import make_config
+
+OPTIONS = {
+    "eager": EAGER,
+    "clipped": DEFERRED,
+    "ahead": {**DEFERRED, "max_grad_norm": 100.0, "ahead": (0, 1, 2)},
+    "ahead and clipped": {**DEFERRED, "ahead": (1, 2)},
+    "resident": {**DEFERRED, "resident": (2, 3)},
+}
+
+
+def slow(monkeypatch, seconds: float) -> None:
+    """A disk on which every piece takes so long."""
+
+    class Slow(files.Summing):
+        def write(self, data):
+            time.sleep(seconds)
+            super().write(data)
+
+    monkeypatch.setattr(files, "Summing", Slow)
+
+
+def unit_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_units_are_copied_after_their_update_and_before_the_next(tmp_path, monkeypatch, options, tied) -> None:
+    def two_steps(engine) -> None:
+        write_weights(engine.layout, engine)
+        for seed in range(2):
+            engine.step(tiny_batch(seed=seed), lr=LR).wait()
+
+    def three_more(engine) -> dict[str, str]:
+        results = [engine.step(tiny_batch(seed=seed), lr=LR) for seed in range(2, 5)]
+        results[-1].wait()
+        return state_hashes(engine)
+
+    def decoder():
+        return tiny_decoder(tied=tied)
+
+    done = Progress(step=2, num_updates=2, evaluated=True)
+    with engine_on(decoder(), toy_options(**options)) as engine:
+        two_steps(engine)
+        record = Record(progress=done, maths={}, bits={}, config={}, versions={})
+        expected = unit_files(checkpoint.write(tmp_path, record, engine))
+        undisturbed = three_more(engine)
+    out = tmp_path / "out"
+    out.mkdir()
+    config = make_config(tmp_path, tmp_path, out)
+    with engine_on(decoder(), toy_options(**options)) as engine:
+        two_steps(engine)
+        slow(monkeypatch, 0.002)
+        with Saver(config, engine, PlainConsole(io.StringIO()), {}, {}).running() as saver:
+            saver.save(done)
+            assert not saver.is_done
+            assert three_more(engine) == undisturbed
+        assert unit_files(out / "checkpoint-2") == expected
+        assert engine.held_s > 0
+
+
+def waited(told: str) -> list[tuple[float, float]]:
+    """(seconds that writing took, seconds that training waited) of each checkpoint."""
+    return [
+        (float(a), float(b)) for a, b in re.findall(r"in ([\d.]+) s \(.*for which training waited ([\d.]+) s", told)
+    ]
+
+
+def run(config) -> str:
+    told = io.StringIO()
+    train(config, PlainConsole(told))
+    return told.getvalue()
+
+
+def test_training_waits_for_the_copy_and_not_for_the_disk(config_for, tmp_path, monkeypatch) -> None:
+    flush = files.flush
+    monkeypatch.setattr(files, "flush", lambda path: (time.sleep(0.15), flush(path)))
+    settings = {"max_steps": 200, "save_steps": 100}
+    behind = waited(run(config_for(**settings)))
+    before = waited(run(config_for(output_dir=str(tmp_path / "other"), save_in_background=False, **settings)))
+    assert [seconds > 1.0 for seconds, _ in behind + before] == [True] * 4
+    assert behind[0][1] <= 0.1 * behind[0][0]
+    assert all(wait >= 0.9 * seconds for seconds, wait in before)
+
+
+def test_a_disk_that_refuses_ends_the_run_soon_after_and_keeps_the_checkpoint_before(config_for, tmp_path, monkeypatch):
+    flush = files.flush
+
+    def refusing(path: Path) -> None:
+        if "checkpoint-20" in str(path):
+            raise OSError(28, "No space left on device")
+        flush(path)
+
+    monkeypatch.setattr(files, "flush", refusing)
+    with pytest.raises(
+        RunFailed, match="checkpoint-20 could not be written: No space left on device; the checkpoints "
+    ):
+        run(config_for(max_steps=10**6, save_steps=10))
+    assert [path.name for path in (tmp_path / "out").glob("*checkpoint*")] == ["checkpoint-10"]
+
+
+def test_a_step_that_fails_does_not_take_the_checkpoint_before_it_along(config_for, tmp_path, monkeypatch) -> None:
+    slow(monkeypatch, 0.02)
+    fields = {"learning_rate": 1e38, "warmup_steps": 0, "max_grad_norm": 0, "lr_scheduler_type": "constant"}
+    with pytest.raises(RunFailed, match="step 2: "):
+        run(config_for(max_steps=5, save_steps=1, **fields))
+    assert [path.name for path in (tmp_path / "out").glob("*checkpoint*")] == ["checkpoint-1"]
+    assert checkpoint.is_complete(tmp_path / "out/checkpoint-1")
