@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.byte_tokenizer import CHATML
 from slideformer.data import cache, dataset, workers
 from slideformer.data.dataset import load_dataset
 from slideformer.data.samples import SampleWriter
@@ -128,13 +129,16 @@ def test_other_rows_another_tokenizer_template_version_or_day_make_them_anew(loa
 
 
 def test_a_template_that_prints_the_date_is_warned_of_until_the_date_is_given(load, make_codec) -> None:
-    template = "{{ date_string or strftime_now('%d') }}"
-    (report,) = load(codec=make_codec(template=template)).reports
-    assert "prints today's date" in report.warnings()[-1]
-    codec = make_codec(template=template)
-    codec = type(codec)(codec.tokenizer, codec.name, codec.end_ids, {"date_string": "26 Jul 2024"})
-    (report,) = load(codec=codec).reports
-    assert not any("date" in warning for warning in report.warnings())
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    codec = make_codec(template="{{ date_string or strftime_now('%d') }}" + CHATML)
+    (report,) = load(chat, codec=codec).reports
+    (warning,) = report.warnings()
+    assert "today's date is in it" in warning and warning.endswith(": 1 row (1)")
+    assert load({"text": "abc"}, codec=codec).reports[0].warnings() == []
+    fixed = type(codec)(codec.tokenizer, codec.name, codec.end_ids, {"date_string": "26 Jul 2024"})
+    found = load(chat, codec=fixed)
+    assert found.reports[0].warnings() == []
+    assert codec.decode(found.train[0].samples[0].input_ids).startswith("26 Jul 2024<|user|>")
 
 
 @pytest.mark.parametrize("damage", ["cut", "no facts", "bad facts", "one file missing", "not an array"])

@@ -39,10 +39,11 @@ def test_every_row_comes_up_before_any_returns(stream) -> None:
     assert seen[:10] != sorted(seen[:10])
 
 
-def test_rows_move_no_further_than_the_buffer_is_long(stream) -> None:
-    seen = [row for step in rows(stream(20), *range(10)) for row in step]
-    for start in range(0, 20, 5):
-        assert {int(row.split(":")[1]) for row in seen[start : start + 5]} == set(range(start + 1, start + 6))
+def test_rows_move_no_further_than_the_buffer_is_long_and_in_another_order_in_each(stream) -> None:
+    seen = [int(row.split(":")[1]) for step in rows(stream(20), *range(10)) for row in step]
+    buffers = [[number - start - 1 for number in seen[start : start + 5]] for start in range(0, 20, 5)]
+    assert all(sorted(buffer) == [0, 1, 2, 3, 4] for buffer in buffers)
+    assert len(set(map(tuple, buffers))) == 4
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -29,7 +29,6 @@ from slideformer.errors import BadInput
 TRAINING = "training"  # the role of rows that are trained on, in reports
 TELL_EVERY_S = 10.0
 CACHE_FORMAT = 1  # to be raised when the same rows would become other samples
-TODAY = "strftime_now"  # what a chat template calls to print the date
 Tell = Callable[[str], None]
 
 
@@ -143,7 +142,7 @@ def _load(
 ) -> tuple[Samples, FileReport]:
     source, encoder = _prepared(spec, codec, config, streaming=False)
     folder = cache.folder_of(config.dataset_cache_dir)
-    return _encoded(source, encoder, _new_report(source, role, codec), folder, config, tell)
+    return _encoded(source, encoder, _new_report(source, role), folder, config, tell)
 
 
 def _encoded(
@@ -179,7 +178,7 @@ def _encoded(
 def _open_stream(spec: DatasetSpec, codec: Codec, config: TrainConfig) -> Stream:
     """With its first rows read, so that what is wrong with all of them is known before anything else is loaded."""
     source, encoder = _prepared(spec, codec, config, streaming=True)
-    stream = Stream(source, encoder, spec.weight, _new_report(source, TRAINING, codec))
+    stream = Stream(source, encoder, spec.weight, _new_report(source, TRAINING))
     stream.report.streamed = True
     next(stream.samples())
     return stream
@@ -190,20 +189,10 @@ def _prepared(spec: DatasetSpec, codec: Codec, config: TrainConfig, *, streaming
     return source, Encoder(codec, source.row_format, EncodingRules.of(config), config.strict)
 
 
-def _new_report(source: RowSource, role: str, codec: Codec) -> FileReport:
+def _new_report(source: RowSource, role: str) -> FileReport:
     report = FileReport(source.name, role, files=max(len(source.files), 1))
     report.passed_over = [str(path) for path in source.passed_over]
-    if _prints_the_date(codec):
-        report.cautions.append(
-            "the chat template prints today's date, so a run cannot be continued tomorrow and does not learn one date; "
-            'fix it with chat_template_kwargs: {date_string: "26 Jul 2024"} or another'
-        )
     return report
-
-
-def _prints_the_date(codec: Codec) -> bool:
-    template = codec.tokenizer.chat_template
-    return TODAY in (template if isinstance(template, str) else "") and "date_string" not in codec.template_kwargs
 
 
 def _cache_name(source: RowSource, encoder: Encoder) -> str | None:
@@ -220,7 +209,7 @@ def _cache_name(source: RowSource, encoder: Encoder) -> str | None:
             "rows": content,
             "max_rows": source.max_rows,
             "encoder": encoder.identity(),
-            "date": str(date.today()) if _prints_the_date(encoder.codec) else None,
+            "date": str(date.today()) if encoder.codec.is_dated else None,
         }
     )
 

@@ -37,12 +37,15 @@ class Remark(IntFlag):
     TRUNCATED = 1
     UNTERMINATED = 2
     UNMASKED = 4
+    DATED = 8
 
 
 REMARKS: Mapping[Remark, str] = {
     Remark.TRUNCATED: "cut to max_length",
     Remark.UNTERMINATED: "an answer without an end token, so the model does not learn to stop",
     Remark.UNMASKED: "no token left out of the loss, not even the prompt's",
+    Remark.DATED: "today's date is in it, by the chat template, so rows differ from day to day and a run cannot be "
+    'continued tomorrow; fix it with chat_template_kwargs: {date_string: "26 Jul 2024"}',
 }
 """In the words of the report."""
 
@@ -98,6 +101,8 @@ def encode_row(row: RawRow, row_format: RowFormat, codec: Codec, rules: Encoding
             raise UnusableRow(Reason.NOT_TEXT, "it has half a character (a surrogate without its pair)") from None
         raise
     remarks = Remark.NONE if isinstance(content, Text | Tokens) else _remarks(ids, labels, codec, rules)
+    if codec.is_dated and isinstance(content, Chat | Instruction):
+        remarks |= Remark.DATED
     yield _fit(ids, labels, row, rules, remarks)
 
 

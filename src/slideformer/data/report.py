@@ -10,7 +10,7 @@ from slideformer.data.formats import LAYOUTS
 from slideformer.data.rows import Reason
 from slideformer.data.workers import Chunk, Place
 
-UNWANTED = (Remark.UNTERMINATED, Remark.UNMASKED)
+UNWANTED = (Remark.UNTERMINATED, Remark.UNMASKED, Remark.DATED)
 MAX_SHOWN = 8  # rows that a line names before it says how many more there are
 MAX_LISTED = 1000  # rows that are remembered by number; all are counted
 
@@ -56,7 +56,6 @@ class FileReport:
     files: int = 1
     passed_over: list[str] = field(default_factory=list)
     streamed: bool = False
-    cautions: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
         """For people: one line of totals, then one for each thing that was left out or cut."""
@@ -81,8 +80,7 @@ class FileReport:
 
     def warnings(self) -> list[str]:
         """What is allowed but hardly ever meant."""
-        found = [f"{REMARKS[remark]}: {tally}" for remark, tally in self._remarks(wanted=False)]
-        return [f"{self.path}: {text}" for text in (*found, *self.cautions)]
+        return [f"{self.path}: {REMARKS[remark]}: {tally}" for remark, tally in self._remarks(wanted=False)]
 
     def as_dict(self) -> dict[str, object]:
         """For run.json and --json. Rows are listed up to MAX_LISTED of a kind."""

@@ -16,6 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from slideformer.config import TrainConfig
 from slideformer.errors import BadInput
 
+TODAY = "strftime_now"  # what a chat template calls for the date, unless it has a date_string, as Llama 3's
+
 
 @dataclass(frozen=True)
 class Codec:
@@ -40,6 +42,12 @@ class Codec:
     @property
     def has_template(self) -> bool:
         return self.tokenizer.chat_template is not None
+
+    @property
+    def is_dated(self) -> bool:
+        """Whether the chat template prints the date of the day on which it is used."""
+        template = self.tokenizer.chat_template
+        return TODAY in (template if isinstance(template, str) else "") and "date_string" not in self.template_kwargs
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
