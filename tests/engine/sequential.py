@@ -14,7 +14,7 @@ import torch
 
 from slideformer.data.batches import MicroBatch
 from slideformer.engine import EngineOptions
-from slideformer.kernels.linear_cross_entropy import Softmax, loss_and_grads
+from slideformer.kernels.linear_cross_entropy import SlicedLoss, Softmax, loss_and_grads
 from slideformer.layout import UnitKind
 from slideformer.model.decoder import Decoder
 from slideformer.optim import Hyper, join, reference_update, split
@@ -93,12 +93,17 @@ class Sequential:
             normed = decoder.final(final, x)
             bias = final[decoder.projection.bias] if decoder.projection.bias else None
             bias_sum = None if bias is None else torch.zeros_like(bias, dtype=torch.float32, requires_grad=False)
-            with torch.no_grad():
-                part, normed_grad = loss_and_grads(
-                    normed.detach(), output, None if bias is None else bias.detach(), labels,
-                    Softmax(decoder.projection.scale, decoder.projection.softcap),
-                    denominator=num_targets, weight_sum=output_sum, bias_sum=bias_sum, overwrite=m == 0,
-                )  # fmt: skip
+            if self.options.sliced_head is True:
+                part, normed_grad = self._by_slices(
+                    normed.detach(), labels, output, output_sum, bias, bias_sum, num_targets, m
+                )
+            else:
+                with torch.no_grad():
+                    part, normed_grad = loss_and_grads(
+                        normed.detach(), output, None if bias is None else bias.detach(), labels,
+                        Softmax(decoder.projection.scale, decoder.projection.softcap),
+                        denominator=num_targets, weight_sum=output_sum, bias_sum=bias_sum, overwrite=m == 0,
+                    )  # fmt: skip
             loss += part
             leaves = {n: p for n, p in final.items() if p is not bias and p.requires_grad}
             dx, *others = torch.autograd.grad(normed, [x, *leaves.values()], normed_grad)
@@ -134,6 +139,21 @@ class Sequential:
             for name, g in zip(leaves, others, strict=True):
                 self._add(sums, (glue_unit, name), g)
         return self._finish(sums, output_sum, rows, row_sum, float(loss), lr)
+
+    def _by_slices(self, normed, labels, output, output_sum, bias, bias_sum, num_targets, micro):
+        """(loss, gradient of normed) with one tile of the projection at a time, there and back."""
+        projection, width = self.decoder.projection, self.decoder.hidden_size
+        loss = SlicedLoss(normed, labels, Softmax(projection.scale, projection.softcap), denominator=float(num_targets))
+        parts = [slice(t.start // width, t.stop // width) for t in self.layout.tiles(self.layout.output)]
+        cut = lambda vector, part: None if vector is None else vector.detach()[part]  # noqa: E731
+        with torch.no_grad():
+            for part in parts:
+                loss.see(part.start, output[part], cut(bias, part))
+            total = loss.loss()
+            for part in reversed(parts):
+                sums = {"weight_sum": output_sum[part], "bias_sum": cut(bias_sum, part)}
+                loss.grads(part.start, output[part], cut(bias, part), **sums, overwrite=micro == 0)
+            return total, loss.hidden_grad()
 
     def _add(self, sums, key, grad) -> None:
         sums[key] = sums[key] + grad if key in sums else grad.float()

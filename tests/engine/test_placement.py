@@ -45,6 +45,15 @@ def test_a_card_without_room_gets_the_window_alone():
         assert (found.resident, found.keep, found.saved_on_device) == ((), (), 0)
 
 
+def test_the_projection_passes_in_slices_where_the_whole_has_no_room():
+    options = toy_options(micro_batch_size=1, max_length=2, **AUTO)
+    need = least(replace(options, sliced_head=False))
+    assert place(room(need, options)).sliced_head is False
+    tight = place(room(need - 100, options))
+    assert tight.sliced_head is True and toy_decoder().layout.output not in tight.resident
+    assert room(need, options).used(tight) <= need - 100
+
+
 @pytest.mark.parametrize("program", [EAGER, {"update": "deferred"}], ids=["eager", "deferred"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("speed", [1e-6, 1.0], ids=["slow", "fast"])
@@ -60,7 +69,7 @@ def test_never_more_is_placed_than_fits_and_more_room_is_never_slower(program, m
 
 
 def test_what_was_given_stays():
-    options = toy_options(saved_on_device=2, resident=(0, 3), keep=(3,))
+    options = toy_options(saved_on_device=2, resident=(0, 3), keep=(3,), late=(), sliced_head=False)
     assert place(room(LARGE, options)) == options
     slow = {"speed": 1e-6}
     assert place(room(LARGE, replace(options, keep="auto"), **slow)).keep == (3,)

@@ -33,6 +33,10 @@ SETTINGS = {
     "eager, tied, positions": (dict(family="gpt2", tied=True, dtype=torch.bfloat16), {**EAGER, **SPILLING}),
     "eager, untied": (dict(family="llama", tied=False, dtype=torch.float32), EAGER),
     "ahead": (dict(family="llama", tied=True, dtype=torch.bfloat16), {**AHEAD, **SPILLING}),
+    "sliced head": (
+        dict(family="llama", tied=True, dtype=torch.bfloat16, tile=3000),
+        {**EAGER, **SPILLING, "sliced_head": True},
+    ),
     "resident": (
         dict(family="llama", tied=True, dtype=torch.bfloat16),
         {**EAGER, **SPILLING, "resident": (0, 1, 3, 5), "keep": (1,)},
@@ -42,6 +46,10 @@ OPTIONAL = {
     (OpKind.GATHER, "residual"), (OpKind.UPLOAD, "residual"), (OpKind.EMBED, "glue"),
     (OpKind.HEAD, "output_grad"), (OpKind.HEAD, "final_grad"), (OpKind.HEAD, "hidden_grad"),
     (OpKind.BACKWARD, "grad"), (OpKind.BACKWARD_KEPT, "grad"), (OpKind.UPDATE_RESIDENT_TABLE, "grad"),
+    (OpKind.HEAD_OPEN, "final"), (OpKind.HEAD_SEE, "final"), (OpKind.HEAD_GRADS, "final"),
+    (OpKind.HEAD_GRADS, "grad"), (OpKind.HEAD_CLOSE, "hidden_grad"), (OpKind.HEAD_CLOSE, "final_grad"),
+    (OpKind.UPLOAD, "slice"), (OpKind.DOWNLOAD, "slice"),
+    (OpKind.REDUCE_SLICE, "batch"), (OpKind.REDUCE_SLICE, "row_grad"),
     (OpKind.EMBED_BACKWARD, "glue"), (OpKind.EMBED_BACKWARD, "row_grad"), (OpKind.EMBED_BACKWARD, "glue_grad"),
     (OpKind.REDUCE, "sum"), (OpKind.REDUCE_OUTPUT, "sum"), (OpKind.REDUCE_ROWS, "sum"),
     (OpKind.REDUCE_OUTPUT, "row_grad"), (OpKind.REDUCE_OUTPUT, "batch"),

@@ -14,6 +14,7 @@ SETTINGS = {
     "eager": {**EAGER, **SPILLING},
     "deferred": {**DEFERRED, **SPILLING},
     "ahead": {**DEFERRED, **SPILLING, "max_grad_norm": 100.0, "ahead": (0, 1, 2)},
+    "sliced head": {**EAGER, **SPILLING, "sliced_head": True},
     "resident": {**DEFERRED, **SPILLING, "resident": (0, 1, 2, 3), "keep": (1,)},
 }
 STEP, EVALUATION = 0, 1

@@ -103,6 +103,7 @@ def cases(draw: st.DrawFn, *, max_blocks: int = 5, training: bool | None = None)
         fp32_compute=draw(st.booleans()),
         ahead=tuple(sorted(ahead)),
         late=tuple(sorted(late)),
+        sliced_head=draw(st.booleans()) and layout.output not in resident,
         resident=tuple(sorted(resident)),
         keep=tuple(sorted(keep & set(layout.blocks))),
     )
@@ -124,7 +125,12 @@ def examples() -> dict[str, Case]:
     some = StepOptions(window=1, micro_batches=2, hidden_ring=2, late=(2,), resident=(0, 3), keep=(3,))
     every = replace(spilling32, resident=(0, 1, 2, 3, 4), keep=(1, 2))
     ends = StepOptions(update=Update.DEFERRED, resident=(1, 4, 5), ahead=(0, 2), keep=(4,))
+    sliced = StepOptions(window=1, micro_batches=2, hidden_ring=2, ring=2, sliced_head=True)
+    sliced_ahead = StepOptions(update=Update.DEFERRED, sliced_head=True, ahead=(0, 4), hidden_pool=4)
     return {
+        "tied, sliced head": Case(tied, sliced, build_step(tied, sliced)),
+        "untied, sliced head, ahead": Case(untied, sliced_ahead, build_step(untied, sliced_ahead)),
+        "evaluation with a sliced head": Case(untied, sliced, build_evaluation(untied, sliced)),
         "tied, table and one block resident": Case(tied, some, build_step(tied, some)),
         "untied, all resident, deferred fp32": Case(untied, every, build_step(untied, every)),
         "tied, glue, final and one block resident, ahead": Case(tied, ends, build_step(tied, ends)),

@@ -87,7 +87,8 @@ class DeviceActions:
 
     def upload(self, reach: Reach, run: Run, op: Op) -> None:
         tile = self.layout.tiles(op.unit)[op.tile]
-        target, weight = reach["target"][tile.start : tile.stop], reach["weight"]
+        target = reach["slice"][: tile.numel] if "slice" in reach else reach["target"][tile.start : tile.stop]
+        weight = reach["weight"]
         if "residual" not in reach:
             target.copy_(weight, non_blocking=True)
         elif target.is_cpu:
@@ -98,7 +99,8 @@ class DeviceActions:
 
     def download(self, reach: Reach, run: Run, op: Op) -> None:
         tile = self.layout.tiles(op.unit, trained=True)[op.tile]
-        reach["target"][: tile.numel].copy_(reach["source"][tile.start : tile.stop], non_blocking=True)
+        source = reach["slice"][: tile.numel] if "slice" in reach else reach["source"][tile.start : tile.stop]
+        reach["target"][: tile.numel].copy_(source, non_blocking=True)
 
     def download_rows(self, reach: Reach, run: Run, op: Op) -> None:
         self.upload_rows(reach, run, op)

@@ -127,6 +127,12 @@ def cost_of(layout: Layout, shape: BatchShape, costs: Costs) -> Callable[[Op], f
                 return costs.head_s
             case OpKind.HEAD_LOSS:
                 return costs.loss_s
+            case OpKind.HEAD_SEE:
+                return shape.micro_batches * costs.loss_s / len(layout.tiles(op.unit))
+            case OpKind.HEAD_GRADS:  # logits again, then both gradients
+                return shape.micro_batches * costs.head_s / len(layout.tiles(op.unit))
+            case OpKind.REDUCE_SLICE:
+                return _tile_numel(layout, op) * (4 + 2 * itemsize) / rates.device_nbytes
             case OpKind.EMBED | OpKind.EMBED_BACKWARD:
                 return 3 * hidden_nbytes / rates.device_nbytes
             case OpKind.REDUCE | OpKind.REDUCE_OUTPUT:  # read the sum, write the gradient, read it for its norm

@@ -26,6 +26,7 @@ from slideformer.engine.placement import Room, place
 from slideformer.engine.probe import probe
 from slideformer.engine.resident import ResidentUpdates
 from slideformer.engine.run import Run, StepResult
+from slideformer.engine.sliced_head import SlicedHeadActions
 from slideformer.errors import BadInput, RunFailed
 from slideformer.layout import UnitKind
 from slideformer.memory import Budget, State, allocate
@@ -80,6 +81,7 @@ class Engine:
             raise
         self._host = HostActions(self.layout, options, self.kernels)
         device_actions = {**DeviceActions(decoder, self.kernels).table(), **ResidentUpdates(self.layout).table()}
+        device_actions |= SlicedHeadActions(decoder).table()
         actions = {**device_actions, **self._host.table()}
         self.executor = Executor(device, buffers, actions)
 
@@ -97,6 +99,7 @@ class Engine:
                 keep=() if options.keep == "auto" else options.keep,
                 ahead=() if options.ahead == "auto" else options.ahead,
                 late=() if options.late == "auto" else options.late,
+                sliced_head=options.sliced_head is True,
             )
             self.budget = self._require_fit()
             return

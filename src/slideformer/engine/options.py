@@ -27,8 +27,10 @@ class EngineOptions:
     What lies where; "auto" is what has room and is fastest on CUDA, and on the CPU nothing out of the ordinary. Units
     are indices into the layout. saved_on_device: hidden states that stay on the device (None: all that there are).
     ahead: units that the deferred update writes ahead of the verdict, into a second copy of their state. late: blocks
-    that an eager update takes after backward, from gradients that wait on the device. resident: units whose state is on
-    the device, where they are updated ("all": every one). keep: blocks among them that are not run again in backward.
+    that an eager update takes after backward, from gradients that wait on the device. sliced_head: the output
+    projection passes through the device tile by tile; "auto": where the whole of it has no room. resident: units whose
+    state is on the device, where they are updated ("all": every one). keep: blocks among them that are not run again
+    in backward.
     """
 
     micro_batch_size: int = 1
@@ -52,6 +54,7 @@ class EngineOptions:
     ignore_memory_limits: bool = False
     ahead: tuple[int, ...] | Literal["auto"] = "auto"
     late: tuple[int, ...] | Literal["auto"] = "auto"
+    sliced_head: bool | Literal["auto"] = "auto"
     resident: tuple[int, ...] | Literal["auto", "all"] = ()
     keep: tuple[int, ...] | Literal["auto"] = ()
 
@@ -109,6 +112,7 @@ class EngineOptions:
             fp32_compute=dtype is torch.float32,
             ahead=tuple(u for u in ahead if layout.units[u].train_numel and u not in resident),
             late=tuple(u for u in late if layout.units[u].train_numel and u not in resident),
+            sliced_head=self.sliced_head is True and layout.output not in resident,
             resident=resident,
             keep=keep,
         )

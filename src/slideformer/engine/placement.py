@@ -65,10 +65,14 @@ def place(room: Room) -> EngineOptions:
         resident=options.step_options(room.layout, room.dtype).resident,
         keep=() if options.keep == "auto" else options.keep,
     )
+    if options.sliced_head == "auto":
+        base = replace(base, sliced_head=False)
+        if room.used(base) > room.limit and room.layout.output not in base.resident:
+            base = replace(base, sliced_head=True)
     if room.used(base) > room.limit:
         return replace(base, late=() if base.late == "auto" else base.late)
     trials: dict[EngineOptions, float] = {}
-    for order in _orders(room):
+    for order in _orders(room, base):
         filled = _fill(room, base, order)
         if filled not in trials:
             trials[filled] = room.step_s(filled)
@@ -99,7 +103,7 @@ Item = tuple[str, int]
 """("saved", how many more), ("resident", unit), ("keep", unit)."""
 
 
-def _orders(room: Room) -> Iterator[list[Item]]:
+def _orders(room: Room, base: EngineOptions) -> Iterator[list[Item]]:
     """What to give the device's memory to, first things first.
 
     Units in the order in which a step's joint waits for them: vocabulary matrices, small units, then blocks from the
@@ -107,6 +111,7 @@ def _orders(room: Room) -> Iterator[list[Item]]:
     """
     layout, options = room.layout, room.options
     ends = [u for u in range(len(layout.units)) if layout.units[u].kind is not UnitKind.BLOCK]
+    ends = [u for u in ends if not (base.sliced_head and u == layout.output)]
     resident: list[Item] = [("resident", u) for u in (*ends, *layout.blocks)] if options.resident == "auto" else []
     keep: list[Item] = [("keep", u) for u in reversed(layout.blocks)] if options.keep == "auto" else []
     saved: list[Item] = [("saved", 1)] * options.most_saved(layout) if options.saved_on_device == "auto" else []

@@ -61,5 +61,9 @@ class Reach:
         assert isinstance(held, Cell)
         return held
 
+    def cells(self, role: str) -> list[Cell]:
+        """Of a role that the op may declare several times, in its order."""
+        return [held for held in self._held[role] if isinstance(held, Cell)]
+
     def writes(self, role: str) -> bool:
         return any(a.leaves is not None for a in self._op.accesses if a.role == role)

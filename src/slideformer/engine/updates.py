@@ -105,10 +105,14 @@ class Updates:
 
     def _hopeful(self, reach: Reach, run: Run, op: Op) -> bool:
         """Whether the step may still end unclipped: the sum of squares only grows."""
-        if "norms" in reach and op.tile == 0:
+        if "norms" in reach and (op.tile == 0 or self._sliced(op)):
             run.squares += sum(n * n for n in reach["norms"].tolist())
         limit = self.options.max_grad_norm
         return math.isfinite(run.squares) and (limit <= 0 or math.sqrt(run.squares) <= limit)
+
+    def _sliced(self, op: Op) -> bool:
+        """Its tiles come with norms of their own."""
+        return self.options.sliced_head is True and op.unit == self.layout.output
 
     def _holds(self, run: Run, op: Op, verdict: Verdict) -> bool:
         """What was done ahead is what the verdict asks for."""

@@ -85,6 +85,7 @@ class _Sizes:
         self.block, self.trained_block = max(u.numel for u in blocks), max(u.train_numel for u in blocks)
         self.hidden = shape.micro_tokens * shape.hidden
         self.rows = num_rows(layout, shape) * layout.units[0].row_numel
+        self.slice = layout.tiles(layout.output)[0].numel
         self.landings = [[t.numel for t in layout.tiles(u, trained=True)] for u in range(len(layout.units))]
         self.largest_landing = max(tiles[0] for tiles in self.landings if tiles)
 
@@ -95,7 +96,7 @@ class _Sizes:
         match place:
             case Place.WEIGHT | Place.RESIDUAL | Place.MOMENTS | Place.SPARE | Place.HOME:
                 return Need(Tier.STATE)
-            case Place.CALL | Place.VERDICT | Place.GRAPH:
+            case Place.CALL | Place.VERDICT | Place.GRAPH | Place.HEAD_STATE:
                 return Need(Tier.CELL)
             case Place.ROWS_HOST | Place.ROW_GRAD_HOST:
                 return Need(Tier.LOCKED, self.rows, dtype)
@@ -118,6 +119,10 @@ class _Sizes:
                 return Need(Tier.DEVICE, self.rows, fp32)
             case Place.SLOT:
                 return Need(Tier.DEVICE, self.block, dtype)
+            case Place.SLICE | Place.SLICE_GRAD | Place.SLICE_SUM:
+                return Need(Tier.DEVICE, self.slice, fp32 if place is Place.SLICE_SUM else dtype)
+            case Place.ROW_NORM:
+                return Need(Tier.DEVICE, layout.units[layout.output].params[0].shape[0], fp32)
             case Place.HIDDEN:
                 return Need(Tier.DEVICE, self.hidden, dtype)
             case Place.GRAD:

@@ -50,6 +50,9 @@ def _prove_positions(plan: Plan, options: StepOptions) -> None:
         Place.RING: options.ring,
         Place.HIDDEN: options.hidden_pool + options.hidden_ring,
         Place.CALL: options.micro_batches,
+        Place.HEAD_STATE: options.micro_batches,
+        Place.SLICE: 2,
+        Place.SLICE_GRAD: 2,
     }
     for buffer in plan.buffers():
         if buffer.place in limits and not 0 <= buffer.index[0] < limits[buffer.place]:

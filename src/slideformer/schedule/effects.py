@@ -35,13 +35,13 @@ class Effects:
         self.boundary = {unit: b for b, unit in enumerate(layout.blocks)}
         self.glue, self.final = layout.find(UnitKind.GLUE), layout.find(UnitKind.FINAL)
         self.eager = options.update is Update.EAGER
-        self.resident = frozenset(options.resident)
+        self.resident, self.sliced = frozenset(options.resident), options.sliced_head
         below = [0, *([] if self.glue is None else [self.glue]), *layout.blocks]
         self.lowest = min((u for u in below if self.trained[u]), default=len(layout.units))
 
     def of(self, op: Op) -> list[Effect]:
         """In no particular order."""
-        for group in (self._up, self._across, self._down, self._reduced, self._host):
+        for group in (self._up, self._across, self._down, self._sliced, self._reduced, self._host):
             found = list(group(op))
             if found:
                 return found
@@ -64,6 +64,9 @@ class Effects:
                 yield Effect("batch", Place.BATCH, ("batch",), None)
                 yield self._weights("table", 0)
                 yield Effect("target", Place.ROWS, None, ("rows",))
+            case OpKind.UPLOAD if self.sliced and unit == self.layout.output:
+                yield from self._planes(unit, tile)
+                yield Effect("slice", Place.SLICE, None, ("slice", tile))
             case OpKind.UPLOAD:
                 yield from self._planes(unit, tile)
                 place = Place.SLOT if unit in self.boundary else Place.DENSE
@@ -99,7 +102,10 @@ class Effects:
                 yield Effect("source", Place.LOSS, ("loss", self.options.micro_batches), None)
                 yield Effect("target", Place.LOSS_HOST, None, ("loss",))
             case OpKind.DOWNLOAD:
-                yield Effect("source", self._grad(op.unit), ("grad", op.unit), None)
+                if self.sliced and op.unit == self.layout.output:
+                    yield Effect("slice", Place.SLICE_GRAD, ("slice_grad", op.tile), None)
+                else:
+                    yield Effect("source", self._grad(op.unit), ("grad", op.unit), None)
                 yield Effect("target", self._landing(), None, ("landed", op.unit, op.tile))
 
     def _down(self, op: Op) -> Iterator[Effect]:
@@ -134,6 +140,50 @@ class Effects:
                 if self.trained[0]:
                     needs = ("row_sum", micro) if micro or self.layout.tied else None
                     yield Effect("row_grad", self._row_sum(), needs, ("row_sum", micro + 1))
+
+    def _sliced(self, op: Op) -> Iterator[Effect]:
+        """k tiles taken after each op of a kind: first all of them upward, then the loss, then all of them downward."""
+        unit, tile, micro, micros = op.unit, op.tile, op.micro, range(self.options.micro_batches)
+        tiles = self.num_tiles[self.layout.output]
+        trained = self.trained[self.layout.output]
+        final = [] if self.final is None else [self._weights("final", self.final)]
+        match op.kind:
+            case OpKind.HEAD_OPEN:
+                yield from (Effect("batch", Place.BATCH, ("batch",), None), *final)
+                yield Effect("input", Place.HIDDEN, ("x", len(self.layout.blocks), micro), None)
+                yield Effect("state", Place.HEAD_STATE, None, ("head", micro, 0))
+            case OpKind.HEAD_SEE | OpKind.HEAD_GRADS:
+                before = tile if op.kind is OpKind.HEAD_SEE else 2 * tiles - tile
+                yield from (Effect("weights", Place.SLICE, ("slice", tile), None), *final)
+                for m in micros:
+                    yield Effect("state", Place.HEAD_STATE, ("head", m, before), ("head", m, before + 1))
+                if op.kind is OpKind.HEAD_GRADS and trained:
+                    yield Effect("grad", Place.SLICE_SUM, None, ("slice_sum", tile))
+            case OpKind.HEAD_TOTAL:
+                for m in micros:
+                    yield Effect("state", Place.HEAD_STATE, ("head", m, tiles), ("head", m, tiles + 1))
+                yield Effect("loss", Place.LOSS, None, ("loss", len(micros)))
+            case OpKind.HEAD_CLOSE:
+                yield from (Effect("batch", Place.BATCH, ("batch",), None), *final)
+                yield Effect("state", Place.HEAD_STATE, ("head", micro, 2 * tiles + 1), ("spent", micro))
+                if self.lowest < len(self.layout.units):
+                    yield Effect("hidden_grad", Place.HIDDEN, None, ("d", len(self.layout.blocks), micro))
+                yield from self._partial("final_grad", self.final, micro)
+            case OpKind.REDUCE_SLICE:
+                done = tiles - 1 - tile
+                yield Effect("sum", Place.SLICE_SUM, ("slice_sum", tile), None)
+                yield Effect("grad", Place.SLICE_GRAD, None, ("slice_grad", tile))
+                yield Effect(
+                    "row_norms", Place.ROW_NORM, ("row_norms", done) if done else None, ("row_norms", done + 1)
+                )
+                yield Effect("norm", Place.NORM, None, ("norm", unit, 2 + tile))
+                if self.layout.tied:
+                    yield Effect("batch", Place.BATCH, ("batch",), None)
+                    leaves = ("row_sum", 0) if tile == 0 else ("row_part", done + 1)
+                    yield Effect("row_grad", self._row_sum(), ("row_part", done) if done else None, leaves)
+            case OpKind.NORM_OUTPUT:
+                yield Effect("row_norms", Place.ROW_NORM, ("row_norms", tiles), None)
+                yield Effect("norm", Place.NORM, None, ("norm", unit, 0))
 
     def _reduced(self, op: Op) -> Iterator[Effect]:
         unit, full = op.unit, self.options.micro_batches
@@ -172,11 +222,11 @@ class Effects:
                 yield from self._home(0)
             case OpKind.UPDATE:
                 yield Effect("grad", self._landing(), ("landed", unit, tile), None)
-                yield from self._permits(unit, 0)
+                yield from self._permits(unit, self._part(unit, tile))
                 yield from _state(unit, tile, 0, 1)
             case OpKind.UPDATE_REST if self.layout.tied:
                 yield Effect("grad", self._landing(), ("landed", 0, tile), None)
-                yield from self._permits(0, 0)
+                yield from self._permits(0, self._part(0, tile))
                 yield from _state(0, tile, 0, "rest")
             case OpKind.UPDATE_REST:
                 yield Effect("verdict", Place.VERDICT, ("verdict",), None)
@@ -186,7 +236,7 @@ class Effects:
                 yield Effect("spare", Place.SPARE, None, ("spare", unit, tile))
                 if unit or self.layout.tied:
                     yield Effect("grad", Place.GRAD_HOST, ("landed", unit, tile), None)
-                    yield Effect("norms", Place.NORM_HOST, ("norm", unit, 0), None)
+                    yield Effect("norms", Place.NORM_HOST, ("norm", unit, self._part(unit, tile)), None)
             case OpKind.SETTLE | OpKind.SETTLE_ROWS:
                 yield Effect("verdict", Place.VERDICT, ("verdict",), None)
                 yield from _state(unit, tile, 0, 1)
@@ -249,6 +299,10 @@ class Effects:
 
     def _landing(self) -> Place:
         return Place.RING if self.eager else Place.GRAD_HOST
+
+    def _part(self, unit: int, tile: int) -> int:
+        """Tiles of a sliced projection leave before its whole norm is known, and have norms of their own."""
+        return 2 + tile if self.sliced and unit == self.layout.output else 0
 
     def _permits(self, unit: int, part: int) -> Iterator[Effect]:
         yield Effect("verdict", Place.VERDICT, ("verdict",), None)

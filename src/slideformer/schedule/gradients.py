@@ -10,6 +10,7 @@ from slideformer.layout import Layout, UnitKind
 from slideformer.schedule.ops import Access, Buffer, LaneName, OpKind, Place
 from slideformer.schedule.options import StepOptions, Update
 from slideformer.schedule.program import Program
+from slideformer.schedule.sliced_head import FIRST_PART
 
 
 class Gradients(Program):
@@ -83,11 +84,19 @@ class Gradients(Program):
 
     def leave(self, unit: int) -> None:
         for tile in self.layout.tiles(unit, trained=True):
-            landing = self.download(unit, tile.index)
-            if unit in self.ahead:
-                self.update_ahead(unit, tile.index, landing)
-            elif not self.deferred:
-                self.update(unit, tile.index, landing)
+            self.landed(unit, tile.index, self.download(unit, tile.index))
+
+    def landed(self, unit: int, tile: int, landing: Buffer | None) -> None:
+        """A tile's gradient is on the host, or is zero: what a step does with it before backward is over."""
+        if unit in self.ahead:
+            self.update_ahead(unit, tile, landing)
+        elif self.deferred:
+            pass
+        elif unit == self.table:
+            self.update_rest(tile, landing)
+        else:
+            assert landing is not None
+            self.update(unit, tile, landing)
 
     def report(self, unit: int, part: int) -> None:
         self.norms.append((unit, part))
@@ -96,15 +105,21 @@ class Gradients(Program):
         self.emit(OpKind.REPORT, LaneName.DOWNLOAD, source, target, unit=unit)
 
     def download(self, unit: int, tile: int) -> Buffer:
-        if self.deferred:
-            landing = Buffer(Place.GRAD_HOST, (unit, tile))
-        else:
-            landing = Buffer(Place.RING, (self.next_ring,))
-            self.next_ring = (self.next_ring + 1) % self.options.ring
+        landing = self.landing(unit, tile)
         source = Access("source", self.grad_buffer(unit), ("grad", unit), None)
         target = Access("target", landing, None, ("landed", unit, tile))
         self.emit(OpKind.DOWNLOAD, LaneName.DOWNLOAD, source, target, unit=unit, tile=tile)
         return landing
+
+    def landing(self, unit: int, tile: int) -> Buffer:
+        if self.deferred:
+            return Buffer(Place.GRAD_HOST, (unit, tile))
+        position, self.next_ring = self.next_ring, (self.next_ring + 1) % self.options.ring
+        return Buffer(Place.RING, (position,))
+
+    def part(self, unit: int, tile: int) -> int:
+        """The norm that a tile's update asks for: of a sliced projection the tile's own, since it leaves first."""
+        return FIRST_PART + tile if self.options.sliced_head and unit == self.output else 0
 
     def permits(self, unit: int, part: int) -> list[Access]:
         """What an update asks before it writes: the verdict, and in an eager program the unit's own norms."""
@@ -118,7 +133,7 @@ class Gradients(Program):
             OpKind.UPDATE,
             LaneName.UPDATE,
             Access("grad", landing, ("landed", unit, tile), None),
-            *self.permits(unit, 0),
+            *self.permits(unit, self.part(unit, tile)),
             *self.state(unit, tile, 0, 1),
             unit=unit,
             tile=tile,
@@ -126,7 +141,7 @@ class Gradients(Program):
 
     def update_rest(self, tile: int, landing: Buffer | None) -> None:
         grad = () if landing is None else (Access("grad", landing, ("landed", self.table, tile), None),)
-        permits = self.permits(self.table, 0) if landing is not None else [self.verdict()]
+        permits = self.permits(self.table, self.part(self.table, tile)) if landing is not None else [self.verdict()]
         state = self.state(self.table, tile, 0, "rest")
         self.emit(OpKind.UPDATE_REST, LaneName.UPDATE, *grad, *permits, *state, unit=self.table, tile=tile)
 
@@ -165,7 +180,8 @@ class Gradients(Program):
         """The norms so far tell whether clipping is certain already; then there is nothing to hope for."""
         accesses = list(self.state(unit, tile, 0))
         if landing is not None:
-            norms = Access("norms", Buffer(Place.NORM_HOST, (unit, 0)), ("norm", unit, 0), None)
+            part = (unit, self.part(unit, tile))
+            norms = Access("norms", Buffer(Place.NORM_HOST, part), ("norm", *part), None)
             accesses += [Access("grad", landing, ("landed", unit, tile), None), norms]
         accesses.append(Access("spare", Buffer(Place.SPARE, (unit, tile)), None, ("spare", unit, tile)))
         kind = OpKind.REST_AHEAD if unit == self.table else OpKind.UPDATE_AHEAD

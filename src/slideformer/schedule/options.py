@@ -21,6 +21,7 @@ class StepOptions:
     ahead: units that a deferred program updates before the norm is known, into a second copy of their state.
     late: blocks whose gradient an eager program leaves on the device until backward is over; they are updated after it,
     in the order of the next forward, under which that then happens.
+    sliced_head: the output projection passes through the device tile by tile, twice.
     resident: units whose state is on the device; they are updated there and cross no link. keep: blocks among them that
     keep what backward needs from forward, instead of being run again.
     """
@@ -35,6 +36,7 @@ class StepOptions:
     fp32_compute: bool = False
     ahead: tuple[int, ...] = ()
     late: tuple[int, ...] = ()
+    sliced_head: bool = False
     resident: tuple[int, ...] = ()
     keep: tuple[int, ...] = ()
 

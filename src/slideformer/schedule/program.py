@@ -12,6 +12,7 @@ from slideformer.layout import Layout, UnitKind
 from slideformer.schedule.hidden import HiddenPositions
 from slideformer.schedule.ops import Access, Buffer, Content, LaneName, Op, OpKind, Place, Plan
 from slideformer.schedule.options import StepOptions, Update
+from slideformer.schedule.sliced_head import SlicedHead
 from slideformer.schedule.slots import plan_slots
 from slideformer.schedule.waits import derive
 
@@ -33,6 +34,8 @@ class Program:
         self.glue, self.final = layout.find(UnitKind.GLUE), layout.find(UnitKind.FINAL)
         self.num_micro = options.micro_batches
         self.resident = frozenset(options.resident)
+        if options.sliced_head and self.output in self.resident:
+            raise ValueError("the output projection is resident, so there is nothing to slice")
         self.visits = list(range(len(self.blocks)))
         self.hidden = HiddenPositions(self.ops.append, pool=options.hidden_pool, ring=options.hidden_ring)
 
@@ -126,7 +129,7 @@ class Program:
         if late:
             shares = [0] * num_blocks + [num_tiles]
         target = Buffer(Place.DENSE, (self.output,))
-        if self.output not in self.resident:
+        if self.output not in self.resident and not self.options.sliced_head:
             self.upload(self.output, target, first=shares[visit], last=shares[visit + 1])
         if visit == num_blocks - 1 and self.final is not None and self.final not in self.resident:
             self.upload(self.final, Buffer(Place.DENSE, (self.final,)))
@@ -200,15 +203,22 @@ class Program:
     # the turn
 
     def head_weights(self) -> list[Access]:
-        accesses = [self.weights(self.output, "output")]
-        if self.final is not None:
-            accesses.append(self.weights(self.final, "final"))
-        return accesses
+        return [self.weights(self.output, "output"), *self.final_weights()]
+
+    def final_weights(self) -> tuple[Access, ...]:
+        return () if self.final is None else (self.weights(self.final, "final"),)
 
     def loss(self, micro: int) -> Access:
         return Access("loss", Buffer(Place.LOSS), ("loss", micro) if micro else None, ("loss", micro + 1))
 
     def turn(self) -> None:
+        if self.options.sliced_head:
+            SlicedHead(self).see()
+        else:
+            self.head_loss()
+        self.emit(OpKind.RESULT, LaneName.UPDATE, Access("loss", Buffer(Place.LOSS_HOST), ("loss",), None))
+
+    def head_loss(self) -> None:
         for micro in range(self.num_micro):
             value = ("x", len(self.blocks), micro)
             x = Access("input", self.hidden.need(value), value, None)
@@ -216,7 +226,6 @@ class Program:
             self.emit(OpKind.HEAD_LOSS, LaneName.COMPUTE, *accesses, unit=self.output, micro=micro)
             self.hidden.used(value)
         self.report_loss()
-        self.emit(OpKind.RESULT, LaneName.UPDATE, Access("loss", Buffer(Place.LOSS_HOST), ("loss",), None))
 
     def report_loss(self) -> None:
         source = Access("source", Buffer(Place.LOSS), ("loss", self.num_micro), None)

@@ -16,6 +16,8 @@ LETTERS = {
     OpKind.BACKWARD_KEPT: "B",
     OpKind.HEAD: "H",
     OpKind.HEAD_LOSS: "H",
+    OpKind.HEAD_SEE: "H",
+    OpKind.HEAD_GRADS: "H",
     OpKind.EMBED: "E",
     OpKind.EMBED_BACKWARD: "E",
     OpKind.UPLOAD: "u",

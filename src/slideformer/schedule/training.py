@@ -12,6 +12,7 @@ from slideformer.layout import Layout
 from slideformer.schedule.gradients import Gradients
 from slideformer.schedule.ops import Access, Buffer, Content, LaneName, Op, OpKind, Place, Plan
 from slideformer.schedule.options import StepOptions
+from slideformer.schedule.sliced_head import SlicedHead
 from slideformer.schedule.waits import derive
 
 
@@ -91,7 +92,25 @@ class _TrainingProgram(Gradients):
         return value in self.pooled_inputs
 
     def turn(self) -> None:
-        """The head gives loss and gradients in one go; then the output projection's gradient leaves."""
+        sliced = SlicedHead(self) if self.options.sliced_head else None
+        if sliced is not None:
+            sliced.see()
+        else:
+            self.head()
+        if not self.deferred:
+            self.guard()
+        early = not self.deferred or self.table in self.ahead
+        if self.trained[self.table] and self.table not in self.resident and not self.layout.tied and early:
+            self.vocabulary_tiles += [(self.table, t.index) for t in self.layout.tiles(self.table, trained=True)]
+        if sliced is not None:
+            sliced.grads(self)
+        elif self.trained[self.output]:
+            self.reduce_output()
+        if self.final is not None and self.trained[self.final]:
+            self.finish(self.final)
+
+    def head(self) -> None:
+        """Loss and gradients in one go; then the output projection's gradient leaves in shares."""
         top = len(self.blocks)
         for micro in range(self.num_micro):
             value, grad = ("x", top, micro), ("d", top, micro)
@@ -108,15 +127,6 @@ class _TrainingProgram(Gradients):
             self.emit(OpKind.HEAD, LaneName.COMPUTE, *accesses, unit=self.output, micro=micro)
             self.hidden.used(value)
         self.report_loss()
-        if not self.deferred:
-            self.guard()
-        early = not self.deferred or self.table in self.ahead
-        if self.trained[self.table] and self.table not in self.resident and not self.layout.tied and early:
-            self.vocabulary_tiles += [(self.table, t.index) for t in self.layout.tiles(self.table, trained=True)]
-        if self.trained[self.output]:
-            self.reduce_output()
-        if self.final is not None and self.trained[self.final]:
-            self.finish(self.final)
 
     # the walk down
 
@@ -173,16 +183,7 @@ class _TrainingProgram(Gradients):
         queues behind a whole matrix. Rows that an untied batch does not touch have no gradient to wait for."""
         for _ in range(-(-len(self.vocabulary_tiles) // visits_left)):
             unit, tile = self.vocabulary_tiles.popleft()
-            landing = self.download(unit, tile) if unit == self.output else None
-            if unit in self.ahead:
-                self.update_ahead(unit, tile, landing)
-            elif self.deferred:
-                continue
-            elif unit == self.table:
-                self.update_rest(tile, landing)
-            else:
-                assert landing is not None
-                self.update(unit, tile, landing)
+            self.landed(unit, tile, self.download(unit, tile) if unit == self.output else None)
 
     def embed_backward(self) -> None:
         tied_sum = self.layout.tied and self.trained[self.table]
