@@ -104,78 +104,95 @@ def assumed(layout: Layout, shape: BatchShape, rates: Rates) -> Costs:
 
 def cost_of(layout: Layout, shape: BatchShape, costs: Costs) -> Callable[[Op], float]:
     """Seconds of each op for full batches of `shape`. An update ahead is taken to hold."""
-    rates, itemsize = costs.rates, shape.dtype.itemsize
-    vocabulary = layout.units[0].params[0].shape[0]
-    rows = min(vocabulary, shape.tokens)
-    row_numel = rows * shape.hidden
-    hidden_nbytes = shape.micro_tokens * shape.hidden * itemsize
-    touched = rows / vocabulary  # of every tile of the table: rows lie anywhere
-    of_block = dict(zip(layout.blocks, costs.blocks, strict=True))
-    update_numel = costs.streamed_update_numel
+    return _Clock(layout, shape, costs).seconds
 
-    def compute_s(op: Op) -> float | None:
-        match op.kind:
-            case OpKind.FORWARD:
-                return of_block[op.unit].forward_s
-            case OpKind.FORWARD_KEEP:
-                return of_block[op.unit].kept_forward_s
-            case OpKind.BACKWARD:
-                return of_block[op.unit].backward_s
-            case OpKind.BACKWARD_KEPT:
-                return of_block[op.unit].kept_backward_s
-            case OpKind.HEAD:
-                return costs.head_s
-            case OpKind.HEAD_LOSS:
-                return costs.loss_s
-            case OpKind.HEAD_SEE:
-                return shape.micro_batches * costs.loss_s / len(layout.tiles(op.unit))
-            case OpKind.HEAD_GRADS:  # logits again, then both gradients
-                return shape.micro_batches * costs.head_s / len(layout.tiles(op.unit))
-            case OpKind.REDUCE_SLICE:
-                return _tile_numel(layout, op) * (4 + 2 * itemsize) / rates.device_nbytes
-            case OpKind.EMBED | OpKind.EMBED_BACKWARD:
-                return 3 * hidden_nbytes / rates.device_nbytes
-            case OpKind.REDUCE | OpKind.REDUCE_OUTPUT:  # read the sum, write the gradient, read it for its norm
-                return layout.units[op.unit].train_numel * (4 + 2 * itemsize) / rates.device_nbytes
-            case OpKind.UPDATE_RESIDENT | OpKind.UPDATE_RESIDENT_TABLE:
-                return layout.units[op.unit].train_numel * UPDATE_NBYTES / rates.device_nbytes
-            case OpKind.PICK_ROWS | OpKind.REDUCE_ROWS:
-                return 2 * row_numel * itemsize / rates.device_nbytes
-        return None
 
-    def moved_s(op: Op) -> float:
-        match op.kind:
-            case OpKind.UPLOAD:
-                return _tile_numel(layout, op) * itemsize / rates.link_nbytes
-            case OpKind.DOWNLOAD:
-                return _trained_numel(layout, op) * itemsize / rates.link_nbytes
-            case OpKind.SPILL | OpKind.FETCH:
-                return hidden_nbytes / rates.link_nbytes
-            case OpKind.UPLOAD_ROWS | OpKind.DOWNLOAD_ROWS:
-                return row_numel * itemsize / rates.link_nbytes
-            case OpKind.GATHER:
-                return touched * _tile_numel(layout, op) * itemsize / rates.host_nbytes
-            case OpKind.UPDATE | OpKind.UPDATE_AHEAD:
-                return _trained_numel(layout, op) / update_numel
-            case OpKind.UPDATE_REST | OpKind.REST_AHEAD:
-                return (1 - touched) * _trained_numel(layout, op) / update_numel
-            case OpKind.UPDATE_ROWS | OpKind.SETTLE_ROWS:
-                return touched * _trained_numel(layout, op) / update_numel
+class _Clock:
+    def __init__(self, layout: Layout, shape: BatchShape, costs: Costs) -> None:
+        self.layout, self.costs, self.rates = layout, costs, costs.rates
+        self.micro_batches, self.itemsize = shape.micro_batches, shape.dtype.itemsize
+        vocabulary = layout.units[0].params[0].shape[0]
+        rows = min(vocabulary, shape.tokens)
+        self.rows_nbytes = rows * shape.hidden * self.itemsize
+        self.hidden_nbytes = shape.micro_tokens * shape.hidden * self.itemsize
+        self.touched = rows / vocabulary  # of every tile of the table: rows lie anywhere
+        self.of_block = dict(zip(layout.blocks, costs.blocks, strict=True))
+        self.update_numel = costs.streamed_update_numel
+
+    def seconds(self, op: Op) -> float:
+        for clock in (self.model_s, self.device_s, self.moved_s, self.updated_s):
+            seconds = clock(op)
+            if seconds is not None:
+                return seconds
         return 0.0
 
-    def cost_s(op: Op) -> float:
-        seconds = compute_s(op)
-        return moved_s(op) if seconds is None else seconds
+    def model_s(self, op: Op) -> float | None:
+        """What the model itself runs."""
+        match op.kind:
+            case OpKind.FORWARD:
+                return self.of_block[op.unit].forward_s
+            case OpKind.FORWARD_KEEP:
+                return self.of_block[op.unit].kept_forward_s
+            case OpKind.BACKWARD:
+                return self.of_block[op.unit].backward_s
+            case OpKind.BACKWARD_KEPT:
+                return self.of_block[op.unit].kept_backward_s
+            case OpKind.HEAD:
+                return self.costs.head_s
+            case OpKind.HEAD_LOSS:
+                return self.costs.loss_s
+            case OpKind.HEAD_SEE:
+                return self.micro_batches * self.costs.loss_s / len(self.layout.tiles(op.unit))
+            case OpKind.HEAD_GRADS:  # logits again, then both gradients
+                return self.micro_batches * self.costs.head_s / len(self.layout.tiles(op.unit))
+        return None
 
-    return cost_s
+    def device_s(self, op: Op) -> float | None:
+        """What only moves the device's memory."""
+        unit, rate = self.layout.units[op.unit], self.rates.device_nbytes
+        match op.kind:
+            case OpKind.EMBED | OpKind.EMBED_BACKWARD:
+                return 3 * self.hidden_nbytes / rate
+            case OpKind.REDUCE | OpKind.REDUCE_OUTPUT:  # read the sum, write the gradient, read it for its norm
+                return unit.train_numel * (4 + 2 * self.itemsize) / rate
+            case OpKind.REDUCE_SLICE:
+                return self._tile_numel(op) * (4 + 2 * self.itemsize) / rate
+            case OpKind.UPDATE_RESIDENT | OpKind.UPDATE_RESIDENT_TABLE:
+                return unit.train_numel * UPDATE_NBYTES / rate
+            case OpKind.PICK_ROWS | OpKind.REDUCE_ROWS:
+                return 2 * self.rows_nbytes / rate
+        return None
 
+    def moved_s(self, op: Op) -> float | None:
+        link = self.rates.link_nbytes
+        match op.kind:
+            case OpKind.UPLOAD:
+                return self._tile_numel(op) * self.itemsize / link
+            case OpKind.DOWNLOAD:
+                return self._trained_numel(op) * self.itemsize / link
+            case OpKind.SPILL | OpKind.FETCH:
+                return self.hidden_nbytes / link
+            case OpKind.UPLOAD_ROWS | OpKind.DOWNLOAD_ROWS:
+                return self.rows_nbytes / link
+            case OpKind.GATHER:
+                return self.touched * self._tile_numel(op) * self.itemsize / self.rates.host_nbytes
+        return None
 
-def _tile_numel(layout: Layout, op: Op) -> int:
-    return layout.tiles(op.unit)[op.tile].numel
+    def updated_s(self, op: Op) -> float | None:
+        match op.kind:
+            case OpKind.UPDATE | OpKind.UPDATE_AHEAD:
+                return self._trained_numel(op) / self.update_numel
+            case OpKind.UPDATE_REST | OpKind.REST_AHEAD:
+                return (1 - self.touched) * self._trained_numel(op) / self.update_numel
+            case OpKind.UPDATE_ROWS | OpKind.SETTLE_ROWS:
+                return self.touched * self._trained_numel(op) / self.update_numel
+        return None
 
+    def _tile_numel(self, op: Op) -> int:
+        return self.layout.tiles(op.unit)[op.tile].numel
 
-def _trained_numel(layout: Layout, op: Op) -> int:
-    return layout.tiles(op.unit, trained=True)[op.tile].numel
+    def _trained_numel(self, op: Op) -> int:
+        return self.layout.tiles(op.unit, trained=True)[op.tile].numel
 
 
 def largest_block_numel(layout: Layout) -> int:
