@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from slideformer.data.batches import Batches, Source, collate, evaluation_batches
+from slideformer.data.batches import Batches, EvaluationBatches, Source, collate
 from slideformer.data.encode import IGNORED
 from slideformer.data.samples import Sample
 from slideformer.errors import BadInput
@@ -101,11 +101,11 @@ def test_a_real_token_equal_to_the_pad_token_is_still_learned() -> None:
 
 
 def test_rows_of_like_length_share_a_micro_batch_longest_first() -> None:
-    found = evaluation_batches([sample("a", n) for n in (2, 5, 3, 4)], 2, 9)
+    found = EvaluationBatches([sample("a", n) for n in (2, 5, 3, 4)], 2, 9)
     assert [m.input_ids.shape[1] for m in found] == [5, 3]
 
 
 def test_evaluation_sees_every_sample_once() -> None:
-    found = evaluation_batches(source("a", 7).samples, 3, 9)
+    found = EvaluationBatches(source("a", 7).samples, 3, 9)
     assert [len(m.input_ids) for m in found] == [3, 3, 1]
     assert sum(int((m.labels != IGNORED).sum()) for m in found) == sum(1 + i % 5 for i in range(7))

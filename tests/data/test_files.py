@@ -189,6 +189,15 @@ def test_a_folder_without_rows_is_refused(tmp_path) -> None:
         open_source(DatasetSpec(path=str(tmp_path), split="test"), text_field="text")
 
 
+def test_a_pattern_gives_the_files_that_match_it(tmp_path, write_rows) -> None:
+    for name in ("b.jsonl", "a.jsonl", "a.csv"):
+        write_rows({"text": name}, name=name)
+    source = open_source(DatasetSpec(path=f"{tmp_path}/*.jsonl"), text_field="text")
+    assert [row.columns["text"] for row in source.rows()] == ["a.jsonl", "b.jsonl"]
+    with pytest.raises(BadInput, match=r"no file matches .*/\*.json: check the pattern"):
+        open_source(DatasetSpec(path=f"{tmp_path}/*.json"), text_field="text")
+
+
 def test_a_split_of_a_file_is_refused(write_rows) -> None:
     with pytest.raises(BadInput, match="split of the dataset .* has no meaning for a file"):
         open_source(DatasetSpec(path=str(write_rows({"text": "a"})), split="test"), text_field="text")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slideformer.data.batches import Batches, Source, collate, evaluation_batches
+from slideformer.data.batches import Batches, EvaluationBatches, Source, collate
 from slideformer.data.dataset import load_dataset, training_batches
 from slideformer.data.encode import IGNORED
 from slideformer.data.packing import best_fit
@@ -135,7 +135,7 @@ def test_a_models_logits_of_each_sample_in_a_pack_are_those_of_it_alone(attentio
 
 def test_evaluation_packs_too_and_sees_every_target_once() -> None:
     samples = [sample(f"a{i}", n) for i, n in enumerate(LENGTHS)]
-    batches = evaluation_batches(samples, 2, 9, pack_length=10)
+    batches = EvaluationBatches(samples, 2, 9, pack_length=10)
     assert sum(int((m.labels != IGNORED).sum()) for m in batches) == sum(n - 1 for n in LENGTHS)
     assert sum(len(m.input_ids) for m in batches) == packed().num_packs[0]
 

@@ -1,6 +1,6 @@
 """From rows in files to micro-batches of token ids, with a count of everything that was left out."""
 
-from slideformer.data.batches import Batches, MicroBatch, evaluation_batches
+from slideformer.data.batches import Batches, EvaluationBatches, MicroBatch
 from slideformer.data.dataset import (
     Dataset,
     evaluation_sets,
@@ -18,12 +18,12 @@ __all__ = [
     "Batches",
     "Codec",
     "Dataset",
+    "EvaluationBatches",
     "MicroBatch",
     "Rows",
     "SeenRow",
     "StreamedBatches",
     "codec_of",
-    "evaluation_batches",
     "evaluation_sets",
     "load_dataset",
     "load_tokenizer",

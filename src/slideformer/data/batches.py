@@ -175,16 +175,33 @@ class _Alone(Sequence[Sequence[int]]):
         return (index,)
 
 
-def evaluation_batches(
-    samples: Sequence[Sample], rows_per_micro_batch: int, pad_id: int, *, pack_length: int = 0
-) -> list[MicroBatch]:
-    """All the samples once, longest rows first. pack_length: as for `Batches`."""
-    if pack_length:
-        packs = best_fit(lengths_of(samples), pack_length, range(len(samples)))
-        rows = [tuple(samples[i] for i in pack) for pack in packs]
-    else:
-        rows = [(sample,) for sample in samples]
-    return [collate(group, pad_id, packed=bool(pack_length)) for group in _by_length(rows, rows_per_micro_batch)]
+@dataclass(frozen=True, eq=False)
+class EvaluationBatches(Sequence[MicroBatch]):
+    """All the samples once, longest rows first. Tensors are made when they are asked for. pack_length: as `Batches`."""
+
+    samples: Sequence[Sample]
+    rows_per_micro_batch: int
+    pad_id: int
+    pack_length: int = 0
+
+    def __len__(self) -> int:
+        return math.ceil(len(self._rows) / self.rows_per_micro_batch)
+
+    def __getitem__(self, index: int) -> MicroBatch:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        chosen = self._rows[index * self.rows_per_micro_batch : (index + 1) * self.rows_per_micro_batch]
+        rows = [tuple(self.samples[i] for i in row) for row in chosen]
+        return collate(rows, self.pad_id, packed=bool(self.pack_length))
+
+    @cached_property
+    def _rows(self) -> list[Sequence[int]]:
+        """Indices of samples, by row."""
+        lengths = lengths_of(self.samples)
+        if not self.pack_length:
+            return [(i,) for i in sorted(range(len(lengths)), key=lambda i: -lengths[i])]
+        packs = best_fit(lengths, self.pack_length, range(len(lengths)))
+        return sorted(packs, key=lambda pack: -sum(lengths[i] for i in pack))
 
 
 def shuffled(count: int, seed: int, *purpose: object) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 from slideformer import __version__
 from slideformer.config import TrainConfig
 from slideformer.data import cache
-from slideformer.data.batches import Batches, MicroBatch, Source, evaluation_batches, shuffled
+from slideformer.data.batches import Batches, EvaluationBatches, MicroBatch, Source, shuffled
 from slideformer.data.encode import EncodingRules
 from slideformer.data.formats import RowFormat
 from slideformer.data.report import FileReport
@@ -98,11 +98,11 @@ def training_batches(dataset: Dataset, config: TrainConfig, codec: Codec) -> Bat
     return batches
 
 
-def evaluation_sets(dataset: Dataset, config: TrainConfig, codec: Codec) -> dict[str, list[MicroBatch]]:
+def evaluation_sets(dataset: Dataset, config: TrainConfig, codec: Codec) -> dict[str, Sequence[MicroBatch]]:
     """Name -> all the samples of an evaluation set, once."""
     pack_length = config.max_length if config.packing else 0
     return {
-        name: evaluation_batches(samples, config.eval_batch_size, codec.pad_id, pack_length=pack_length)
+        name: EvaluationBatches(samples, config.eval_batch_size, codec.pad_id, pack_length)
         for name, samples in dataset.evaluation.items()
     }
 

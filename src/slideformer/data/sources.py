@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import itertools
 import re
@@ -80,6 +81,11 @@ def open_source(
         return RowSource(spec.path, row_format, max_rows, tuple(files), passed_over=tuple(others))
     elif not path.exists() and HUB_ID.fullmatch(spec.path) and suffix_of(path) not in DATA_SUFFIXES:
         hub = HubDataset(spec.path, spec.name, spec.split or "train", streaming)
+    elif not path.exists() and glob.has_magic(spec.path):
+        files = [Path(found) for found in sorted(glob.glob(spec.path, recursive=True)) if Path(found).is_file()]
+        if not files:
+            raise BadInput(f"no file matches {spec.path}: check the pattern, or where you are ({Path.cwd()})")
+        return RowSource(spec.path, row_format, max_rows, tuple(files))
     if hub is None and (spec.split or spec.name):
         key = "split" if spec.split else "name"
         raise BadInput(f"{key} of the dataset {spec.path} has no meaning for a file: it is for folders and the hub")
