@@ -15,14 +15,14 @@ ACTIVATION = pytest.mark.parametrize("activation", ACTIVATIONS)
 @DTYPE
 @ACTIVATION
 @pytest.mark.parametrize("halves", [False, True], ids=["", "halves"])
-@pytest.mark.parametrize("shape", [(1, 1), (5, 7, 123), (3, 4097)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3, 123), (3, 4097)], ids=str)
 def test_output_and_gradients_are_within_rounding_of_float64(shape, halves, activation, dtype):
     check_glu(dtype, shape, "cpu", activation=activation, halves=halves)
 
 
 def test_many_rows():
-    """The interpreter takes its time."""
-    check_glu(torch.float32, (5, 123, 123), "cpu", activation="silu", halves=False)
+    """In three dimensions; the interpreter takes its time, so no more."""
+    check_glu(torch.float32, (5, 23, 123), "cpu", activation="silu", halves=False)
 
 
 @ACTIVATION

@@ -15,7 +15,7 @@ LAYOUT = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "i
 @LAYOUT
 @pytest.mark.parametrize("sequence_first", [True, False], ids=["", "heads first"])
 @pytest.mark.parametrize(
-    ("shape", "rotary_dim"), [((2, 4, 2, 9, 16), 16), ((1, 3, 1, 5, 24), 24), ((2, 5, 5, 3, 20), 6)], ids=str
+    ("shape", "rotary_dim"), [((2, 4, 2, 3, 16), 16), ((1, 3, 1, 4, 24), 24), ((2, 5, 5, 2, 20), 6)], ids=str
 )
 def test_values_and_gradients_are_within_rounding_of_float64(shape, rotary_dim, sequence_first, interleaved, dtype):
     check_rotary(dtype, shape, "cpu", interleaved=interleaved, rotary_dim=rotary_dim, sequence_first=sequence_first)
@@ -23,4 +23,4 @@ def test_values_and_gradients_are_within_rounding_of_float64(shape, rotary_dim, 
 
 @LAYOUT
 def test_every_row_may_have_positions_of_its_own(interleaved):
-    check_rotary(torch.float32, (3, 4, 2, 7, 16), "cpu", interleaved=interleaved, rotary_dim=16, rows_of_cos=3)
+    check_rotary(torch.float32, (3, 4, 2, 2, 16), "cpu", interleaved=interleaved, rotary_dim=16, rows_of_cos=3)
