@@ -81,7 +81,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="slideformer-growth-") as name, Server() as server:
         folder = Path(name)
         model, rows = make_toy(folder)
-        evaluations = {"val_size": 4, "eval_strategy": "steps", "eval_steps": 100, "logging_steps": 10}
+        evaluations = {"val_size": 4, "eval_strategy": "steps", "eval_steps": 100, "logging_steps": 100}
         saves = {"save_steps": 50, "resume_from_checkpoint": "auto", "max_steps": args.steps}
         write_config(folder, model, rows, **evaluations, **saves)
         for kill in range(args.kills):

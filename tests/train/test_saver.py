@@ -22,7 +22,7 @@ from engine.toys import (
 )
 from slideformer.errors import RunFailed
 from slideformer.model import files
-from slideformer.train import checkpoint
+from slideformer.train import checkpoint, trainer
 from slideformer.train.checkpoint import Progress, Record
 from slideformer.train.console import PlainConsole
 from slideformer.train.saver import Saver
@@ -89,6 +89,12 @@ def test_units_are_copied_after_their_update_and_before_the_next(tmp_path, monke
         assert engine.held_s > 0
 
 
+@pytest.fixture
+def _no_parity_check(monkeypatch) -> None:
+    """Most of the time of a run this short; tests/model has it."""
+    monkeypatch.setattr(trainer, "check_parity", lambda *args, **settings: None)
+
+
 def waited(told: str) -> list[tuple[float, float]]:
     """(seconds that writing took, seconds that training waited) of each checkpoint."""
     return [
@@ -102,6 +108,7 @@ def run(config) -> str:
     return told.getvalue()
 
 
+@pytest.mark.usefixtures("_no_parity_check")
 def test_training_waits_for_the_copy_and_not_for_the_disk(config_for, tmp_path, monkeypatch) -> None:
     flush = files.flush
     monkeypatch.setattr(files, "flush", lambda path: (time.sleep(0.15), flush(path)))
@@ -113,6 +120,7 @@ def test_training_waits_for_the_copy_and_not_for_the_disk(config_for, tmp_path, 
     assert all(wait >= 0.9 * seconds for seconds, wait in before)
 
 
+@pytest.mark.usefixtures("_no_parity_check")
 def test_a_disk_that_refuses_ends_the_run_soon_after_and_keeps_the_checkpoint_before(config_for, tmp_path, monkeypatch):
     flush = files.flush
 
@@ -129,6 +137,7 @@ def test_a_disk_that_refuses_ends_the_run_soon_after_and_keeps_the_checkpoint_be
     assert [path.name for path in (tmp_path / "out").glob("*checkpoint*")] == ["checkpoint-10"]
 
 
+@pytest.mark.usefixtures("_no_parity_check")
 def test_a_step_that_fails_does_not_take_the_checkpoint_before_it_along(config_for, tmp_path, monkeypatch) -> None:
     slow(monkeypatch, 0.02)
     fields = {"learning_rate": 1e38, "warmup_steps": 0, "max_grad_norm": 0, "lr_scheduler_type": "constant"}

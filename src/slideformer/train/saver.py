@@ -69,14 +69,13 @@ class Saver:
         """
         self.wait()
         start = time.perf_counter()
-        order = self.engine.update_order()
-        self.engine.planes(order[-1])  # waits for the step, and refuses a state that is torn
+        self.engine.synchronize()
         config = self.config.model_dump(mode="json")
         record = Record(progress=progress, maths=self.maths, bits=self.bits, config=config, versions=dict(versions()))
         writing = _Writing(Draft(Path(self.config.output_dir), record, self.engine.layout), progress)
         writing.start_s, writing.held_before_s = start, self.engine.held_s
         lanes = self._open_lanes()
-        for place, unit in enumerate(order):
+        for place, unit in enumerate(self.engine.update_order()):
             mark = lanes[place % len(lanes)].run(partial(self._copy, writing, unit), f"unit {unit} of a checkpoint")
             self.engine.hold(unit, mark)
             lanes[0].wait(mark)
