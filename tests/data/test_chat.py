@@ -152,11 +152,11 @@ def test_a_generation_prompt_with_an_empty_thought_that_earlier_answers_lose_is_
     assert learned_text(encode_chat(Chat(TURNS), codec, "row"), codec) == "hello<end>ciao<end>"
 
 
-def test_a_later_answer_that_changes_with_an_earlier_one_is_refused(make_codec) -> None:
+def test_an_answer_that_changes_what_is_rendered_behind_it_is_refused(make_codec) -> None:
     template = (
-        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
-        "{% if m['role'] == 'assistant' %}{{ '!' * (messages | length) }}{{ messages[1].content | length }}{% endif %}"
-        "<end>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<end>"
+        "{% if m['role'] == 'assistant' %}{{ '!' * (messages | length) }}{{ m['content'] | length }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     with pytest.raises(BadInput, match=r"row: .*cannot be derived .* for messages\[2\]: .*when more messages follow"):
         encode_chat(Chat(TURNS), make_codec(template=template), "row")

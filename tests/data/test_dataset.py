@@ -7,7 +7,7 @@ import re
 import pytest
 
 from slideformer.data import dataset, workers
-from slideformer.data.dataset import load_dataset, require_vocabulary
+from slideformer.data.dataset import load_dataset, require_vocabulary, training_batches
 from slideformer.data.report import Tally
 from slideformer.data.rows import Reason
 from slideformer.errors import BadInput
@@ -105,6 +105,15 @@ def test_val_size_takes_the_same_rows_out_of_training_for_the_same_seed(codec, m
 
     train, held_out = split(val_size=0.2)
     assert len(held_out) == 4
+    dataset = load_dataset(make_config(path, val_size=0.2, packing=True, max_length=14), codec)
+    (report,) = dataset.reports
+    batches = training_batches(dataset, make_config(path, packing=True, max_length=14), codec)
+    assert "  held out for evaluation: 4 samples" in report.lines()
+    tokens = sum(len(sample) for sample in dataset.train[0].samples)
+    assert (
+        report.lines()[-1]
+        == f"  packed into {batches.num_packs[0]} rows, {tokens / batches.num_packs[0] / 14:.0%} full"
+    )
     assert not set(train) & set(held_out)
     assert len(train) == 16
     assert split(val_size=4) == (train, held_out)

@@ -71,7 +71,10 @@ def load_dataset(config: TrainConfig, codec: Codec, tell: Tell | None = None) ->
         name: load(spec, f"evaluation ({name})" if name else "evaluation") for name, spec in config.eval_dataset.items()
     }
     if config.val_size:
+        counts = [len(source.samples) for source in train]
         train, evaluation[""] = _split(train, config)
+        for report, source, count in zip(_of_training(reports), train, counts, strict=True):
+            report.held_out = count - len(source.samples)
     return Dataset(tuple(train), evaluation, tuple(reports), tuple(streams))
 
 
@@ -92,10 +95,16 @@ def training_batches(dataset: Dataset, config: TrainConfig, codec: Codec) -> Bat
         )
     batches = Batches(dataset.train, rows, micro_batches, seed, codec.pad_id, pack_length)
     if pack_length:
-        reports = [report for report in dataset.reports if report.role == TRAINING]
-        for report, num_packs in zip(reports, batches.num_packs, strict=True):
-            report.num_packs, report.pack_length = num_packs, pack_length
+        for report, source, num_packs in zip(
+            _of_training(dataset.reports), dataset.train, batches.num_packs, strict=True
+        ):
+            report.num_packs = num_packs
+            report.pack_share = sum(lengths_of(source.samples)) / (num_packs * pack_length)
     return batches
+
+
+def _of_training(reports: Sequence[FileReport]) -> list[FileReport]:
+    return [report for report in reports if report.role == TRAINING]
 
 
 def evaluation_sets(dataset: Dataset, config: TrainConfig, codec: Codec) -> dict[str, Sequence[MicroBatch]]:

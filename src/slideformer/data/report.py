@@ -37,7 +37,8 @@ class Tally:
 class FileReport:
     """Counts of one dataset. role: what the rows are for ("training", ...). first_unusable: quoted if none is usable.
 
-    tokens, target_tokens: of all samples. cut_tokens: what max_length took away. num_packs: rows after packing, or 0.
+    tokens, target_tokens: of all samples. cut_tokens: what max_length took away. held_out: samples that val_size took.
+    num_packs: rows after packing, or 0; pack_share: how full they are.
     """
 
     path: str
@@ -52,7 +53,8 @@ class FileReport:
     cut_tokens: int = 0
     first_unusable: str = ""
     num_packs: int = 0
-    pack_length: int = 0
+    pack_share: float = 0.0
+    held_out: int = 0
     files: int = 1
     passed_over: list[str] = field(default_factory=list)
     streamed: bool = False
@@ -69,9 +71,10 @@ class FileReport:
         for remark, tally in self._remarks(wanted=True):
             cut = f", {self.cut_tokens:,} tokens" if remark is Remark.TRUNCATED else ""
             lines.append(f"  {REMARKS[remark]}: {tally}{cut}")
+        if self.held_out:
+            lines.append(f"  held out for evaluation: {self.held_out:,} samples")
         if self.num_packs:
-            full = self.tokens / (self.num_packs * self.pack_length)
-            lines.append(f"  packed into {self.num_packs:,} rows of up to {self.pack_length:,} tokens, {full:.0%} full")
+            lines.append(f"  packed into {self.num_packs:,} rows, {self.pack_share:.0%} full")
         if self.passed_over:
             shown = ", ".join(self.passed_over[:MAX_SHOWN])
             more = f" and {len(self.passed_over) - MAX_SHOWN} more" if len(self.passed_over) > MAX_SHOWN else ""
@@ -95,6 +98,7 @@ class FileReport:
             "tokens": self.tokens,
             "supervised_tokens": self.target_tokens,
             "cut_tokens": self.cut_tokens,
+            "held_out": self.held_out,
             "packs": self.num_packs,
             "streamed": self.streamed,
         }
