@@ -2,7 +2,7 @@
 
 The model's own blocks, our head and the reference update. It rounds where the engine says it rounds: gradients summed
 over micro-batches in fp32, then rounded once; norms in fp32 per parameter (per row for vocabulary matrices), combined
-in double in parameter order.
+exactly.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Sequential:
             parts = [sums[index, p.name].to(self.dtype) for p in unit.params if p.trainable]
             squares += [float(n) ** 2 for n in torch._foreach_norm(parts, 2, dtype=torch.float32)]
             grads.append(torch.cat([p.flatten() for p in parts]))
-        total = math.sqrt(sum(squares))
+        total = math.sqrt(math.fsum(squares))
         limit = self.options.max_grad_norm
         scale = min(1.0, limit / (total + 1e-6)) if limit > 0 else 1.0
         self.num_updates += 1

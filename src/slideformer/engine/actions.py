@@ -288,6 +288,7 @@ class DeviceActions:
             padding_row=run.feed.padding_row,
             attention_mask=None if micro.attention_mask is None else micro.attention_mask.of(batch),
             position_ids=None if micro.position_ids is None else micro.position_ids.of(batch),
+            packing=micro.packing,
         )
         return hidden, call, rows, glue
 

@@ -15,6 +15,7 @@ from slideformer.data.batches import MicroBatch
 from slideformer.errors import BadInput
 from slideformer.layout import Layout
 from slideformer.memory import BatchShape
+from slideformer.model.packed_attention import Packing, packing_of
 
 IGNORE = -100
 
@@ -34,13 +35,14 @@ class Slice:
 @dataclass(frozen=True, slots=True)
 class MicroFeed:
     """Where one micro-batch's parts lie in the flat tensor. ids [B, S]: into the rows. targets, labels [n]: position
-    in the flattened micro-batch, and the token it predicts."""
+    in the flattened micro-batch, and the token it predicts. packing: where samples begin, if several share a row."""
 
     ids: Slice
     targets: Slice
     labels: Slice
     attention_mask: Slice | None
     position_ids: Slice | None
+    packing: Packing | None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -129,6 +131,7 @@ def _lay_out(micro: MicroBatch, ids: torch.Tensor, flat: _Flat) -> MicroFeed:
         labels=flat.put(shifted.reshape(-1)[targets]),
         attention_mask=None if mask is None else flat.put(mask, shape),
         position_ids=None if positions is None else flat.put(positions, shape),
+        packing=None if positions is None else packing_of(positions),
     )
 
 

@@ -93,5 +93,5 @@ class HostActions:
 
 
 def _total_norm(reach: Reach) -> float:
-    """Norm of the norms, summed in double in parameter order."""
-    return math.sqrt(sum(n * n for norms in reach.tensors("norms") for n in norms.tolist()))
+    """Norm of the norms, their squares summed exactly: Python's own `sum` rounds otherwise from 3.12 on."""
+    return math.sqrt(math.fsum(n * n for norms in reach.tensors("norms") for n in norms.tolist()))

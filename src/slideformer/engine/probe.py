@@ -6,14 +6,16 @@ measuring, before anything large is allocated, gives the plan's clock and its wo
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from slideformer.device import Device
 from slideformer.engine.costs import BlockCost, Costs, Rates
 from slideformer.engine.options import EngineOptions
-from slideformer.engine.rates import device_rate, gather_rate, link_rate, matrix_rate, update_rate
+from slideformer.engine.rates import device_rate, gather_rate, link_rate, update_rate
 from slideformer.errors import DoesNotFit
-from slideformer.kernels.linear_cross_entropy import Softmax, loss_and_grads, loss_only
+from slideformer.kernels.linear_cross_entropy import SlicedLoss, Softmax, loss_and_grads, loss_only
 from slideformer.layout import UnitKind
 from slideformer.model.decoder import Decoder
 from slideformer.native import HostKernels
@@ -29,7 +31,7 @@ def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: Hos
     Raises DoesNotFit when not even one block runs in the device's memory.
     """
     rates = Rates(
-        flops=matrix_rate(device),
+        flops=0.0,  # found below: of a block, as it trains
         link_nbytes=link_rate(device),
         update_numel=update_rate(kernels, UPDATE_NUMEL),
         host_nbytes=gather_rate(kernels),
@@ -44,12 +46,20 @@ def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: Hos
             if kind not in kinds:
                 kinds[kind] = trial.block(unit)
             blocks.append(kinds[kind])
-        head_s, loss_s, head_nbytes = trial.head()
+        try:
+            head_s, loss_s, head_nbytes = trial.head()
+        except torch.OutOfMemoryError:  # then the engine has no room for the whole either
+            head_s, loss_s, head_nbytes = trial.sliced_head()
     except torch.OutOfMemoryError:
         raise DoesNotFit(
             f"one block does not run on the device with {options.micro_batch_size} x {options.max_length} tokens: "
             "lower per_device_train_batch_size or max_length, or raise max_gpu_memory"
         ) from None
+    tokens, numel = (
+        options.micro_batch_size * options.max_length,
+        sum(decoder.layout.units[u].numel for u in decoder.layout.blocks),
+    )
+    rates = replace(rates, flops=8 * numel * tokens / sum(b.forward_s + b.backward_s for b in blocks))
     return Costs(rates, tuple(blocks), head_s, loss_s, head_nbytes, measured=True)
 
 
@@ -143,3 +153,21 @@ class _Trial:
 
         whole = self.device.measure(head)
         return whole.seconds, self.device.measure(loss).seconds, whole.peak_nbytes
+
+    def sliced_head(self) -> tuple[float, float, int]:
+        """The same from one tile of the projection, times their number."""
+        decoder, layout = self.decoder, self.decoder.layout
+        tiles, width = layout.tiles(layout.output), decoder.hidden_size
+        weight = self.random(tiles[0].numel).view(-1, width)
+        total = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+        hidden = self.hidden.flatten(0, 1)
+        labels = torch.randint(decoder.vocab_size, hidden.shape[:1], device=hidden.device)
+        softmax = Softmax(decoder.projection.scale, decoder.projection.softcap)
+        seen = SlicedLoss(hidden, labels, softmax, denominator=float(labels.numel()))
+        with torch.no_grad():
+            see = self.device.measure(lambda: seen.see(0, weight, None))
+            seen.loss()
+            grads = self.device.measure(
+                lambda: seen.grads(0, weight, None, weight_sum=total, bias_sum=None, overwrite=True)
+            )
+        return len(tiles) * grads.seconds, len(tiles) * see.seconds, max(see.peak_nbytes, grads.peak_nbytes)

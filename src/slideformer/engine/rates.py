@@ -1,4 +1,4 @@
-"""Measures what a plan depends on: how fast this machine updates parameters, copies, and multiplies matrices."""
+"""Measures what a plan depends on: how fast this machine updates parameters, gathers and copies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from slideformer.native import HostKernels
 from slideformer.optim import Hyper
 
 UPDATE_NUMEL = 2**24  # 0.23 GB of state and gradient: beyond any cache, and done within a second on a laptop
-MATRIX = 4096
-MATRIX_PRODUCTS = 8  # ~1.4 ms on an H200
 GATHER_ROWS, GATHER_WIDTH = 1 << 15, 2048  # 134 MB, of which a quarter is gathered
 LINK_NBYTES = 1 << 26
 COPY_NBYTES = 1 << 28
@@ -62,17 +60,3 @@ def device_rate(device: Device) -> float:
     source = torch.zeros(COPY_NBYTES, dtype=torch.uint8, device=device.torch_device)
     target = torch.empty_like(source)
     return 2 * COPY_NBYTES / device.measure(lambda: target.copy_(source)).seconds
-
-
-def matrix_rate(device: Device) -> float:
-    """Floating-point operations a second of a large bf16 matrix product on the device."""
-    a, b = (torch.randn(MATRIX, MATRIX, device=device.torch_device).bfloat16() for _ in range(2))
-    times = []
-    for _ in range(TRIES):
-        float((a @ b)[0, 0])  # reading a value waits for the device
-        start = time.perf_counter()
-        for _ in range(MATRIX_PRODUCTS):
-            c = a @ b
-        float(c[0, 0])
-        times.append(time.perf_counter() - start)
-    return MATRIX_PRODUCTS * 2 * MATRIX**3 / min(times)

@@ -1,0 +1,56 @@
+"""The trial runs of blocks and head: on the CPU, where there is nothing to place, their arithmetic can be looked at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.toys import toy_decoder, toy_options
+from slideformer.device.cpu import CpuDevice
+from slideformer.engine.probe import _Trial, probe
+from slideformer.native import load
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("gpt2", True), ("gemma2", True), ("phi", False)])
+@pytest.mark.parametrize("frozen", [(), (r"layers\.1\.|h\.1\.",)], ids=["all", "one block frozen"])
+def test_every_block_and_the_head_take_some_time(family, tied, frozen, monkeypatch):
+    monkeypatch.setattr("slideformer.device.cpu.MEASURED_S", 0.0)
+    monkeypatch.setattr("slideformer.engine.probe.UPDATE_NUMEL", 1 << 16)
+    decoder = toy_decoder(family, tied=tied, dtype=torch.bfloat16, frozen=frozen)
+    kernels = load(1)
+    try:
+        with CpuDevice() as device:
+            costs = probe(decoder, device, toy_options(), kernels)
+    finally:
+        kernels.close()
+    assert costs.measured and len(costs.blocks) == len(decoder.layout.blocks)
+    for block in costs.blocks:
+        assert 0 < block.forward_s < 1 and 0 < block.backward_s < 1 and 0 < block.kept_forward_s < 1
+    assert 0 < costs.loss_s < 1 and 0 < costs.head_s < 1
+    assert all(rate > 0 for rate in (costs.rates.flops, costs.rates.link_nbytes, costs.rates.update_numel))
+
+
+def test_blocks_of_one_kind_are_tried_once(monkeypatch):
+    monkeypatch.setattr("slideformer.device.cpu.MEASURED_S", 0.0)
+    tried = []
+    block = _Trial.block
+    monkeypatch.setattr(_Trial, "block", lambda self, unit: tried.append(unit) or block(self, unit))
+    monkeypatch.setattr("slideformer.engine.probe.UPDATE_NUMEL", 1 << 16)
+    kernels = load(1)
+    try:
+        with CpuDevice() as device:
+            for family, units in (("llama", [1]), ("gemma2", [1, 2])):
+                probe(toy_decoder(family, dtype=torch.bfloat16), device, toy_options(), kernels)
+                assert tried == units, family
+                tried.clear()
+    finally:
+        kernels.close()
+
+
+def test_where_the_whole_head_has_no_room_a_tile_of_it_is_measured(monkeypatch):
+    monkeypatch.setattr("slideformer.device.cpu.MEASURED_S", 0.0)
+    decoder = toy_decoder(dtype=torch.bfloat16, tile=640)
+    with CpuDevice() as device:
+        trial = _Trial(decoder, device, toy_options())
+        head_s, loss_s, _ = trial.sliced_head()
+    assert 0 < loss_s < 5 and 0 < head_s < 5
