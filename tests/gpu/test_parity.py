@@ -45,6 +45,13 @@ CASES = {
     "deferred": {"update": "deferred", "max_grad_norm": 1.0},
     "ahead": {"update": "deferred", "max_grad_norm": 10.0, "ahead": (0, 1, 2, 5, 9)},
     "some resident": {"update": "eager", "max_grad_norm": 0.0, "resident": (0, 1, 2, 3, 17), "keep": (1, 3)},
+    "late updates, sliced head": {
+        "update": "eager",
+        "max_grad_norm": 0.0,
+        "late": (3, 5, 7, 9, 11, 13),
+        "sliced_head": True,
+        "window": 1,
+    },
     "all resident": {
         "update": "deferred",
         "max_grad_norm": 1.0,
@@ -68,7 +75,7 @@ def test_streamed_equals_resident(name: str, case: str) -> None:
     settings = CASES[case]
     micro = settings.get("micro_batches", 1)
     config = shape(name)
-    options = EngineOptions(micro_batch_size=2, max_length=512, window=2, weight_decay=0.1, **settings)
+    options = EngineOptions(micro_batch_size=2, max_length=512, weight_decay=0.1, **{"window": 2, **settings})
     tokens = random_tokens(0, 2 * micro, 512, config.vocab_size)
     batch = [MicroBatch(t, t) for t in tokens.split(2)]
     make = lambda: Decoder(config, dtype=torch.bfloat16, tile_numel=8 << 20, device="cuda")  # noqa: E731
