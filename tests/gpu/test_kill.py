@@ -1,0 +1,120 @@
+"""A streamed run on the GPU that is killed, in a save and elsewhere, goes on bit for bit. The 1B shape, random weights.
+
+Each run is a process of its own: a CUDA context does not survive a fork. Deterministic kernels, since two runs differ
+otherwise. Needs about 60 GiB of disk under the temporary folder and 40 GiB of host memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from data.byte_tokenizer import make_codec  # noqa: E402
+from shapes import shape  # noqa: E402
+from slideformer.train import checkpoint, retention  # noqa: E402
+
+STEPS = 6
+PROGRAM = """
+import torch
+torch.use_deterministic_algorithms(True)
+from slideformer.train import trainer
+trainer.check_parity = lambda *args, **settings: None  # the CPU's business, and tests/model's
+from slideformer.cli import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = shape("llama-3.2-1b")
+    config.pad_token_id, config.eos_token_id, config.bos_token_id = 258, 258, 256
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    torch.cuda.empty_cache()
+    make_codec().tokenizer.save_pretrained(folder)
+    return folder
+
+
+def start(folder: Path, model: Path, **settings: object) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"{i} and {i * i} " * 60}) + "\n" for i in range(24)))
+    fields = {
+        "model_name_or_path": str(model),
+        "dataset": str(rows),
+        "output_dir": str(folder / "out"),
+        "device": "cuda",
+        "placement": "stream",
+        "max_length": 512,
+        "per_device_train_batch_size": 4,
+        "max_steps": STEPS,
+        "learning_rate": 1e-4,
+        "save_steps": 1,
+        "save_total_limit": 1,
+        "resume_from_checkpoint": "auto",
+        **settings,
+    }
+    words = [f"{name}={json.dumps(value)}" for name, value in fields.items()]
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "train", *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def newest(out: Path) -> str:
+    found = [path.name for _, path in retention.numbered(out) if checkpoint.is_complete(path)]
+    return found[0] if found else "-"
+
+
+@pytest.mark.timeout(900)
+def test_a_run_of_the_1b_shape_that_is_killed_three_times_ends_as_one_that_was_not(model: Path, tmp_path: Path) -> None:
+    straight = start(tmp_path / "straight", model, save_strategy="no", save_steps=None, save_dtype="float32",
+                     resume_from_checkpoint=False)  # fmt: skip
+    told, _ = straight.communicate()
+    assert straight.returncode == 0, told
+    broken = tmp_path / "broken"
+    for moment in ("in the first save", "in the third step", "in a rotation"):
+        before = newest(broken / "out")
+        process = start(broken, model, save_dtype="float32")
+        told = ""
+        for line in process.stdout:
+            told += line
+            if moment == "in the third step" and line.startswith("step "):
+                break
+            if moment != "in the third step" and "memory: " in line:
+                break
+        while moment != "in the third step" and process.poll() is None:
+            wanted = ".partial" if moment == "in the first save" else ".removed"
+            if [path for path in (broken / "out").iterdir() if path.name.endswith(wanted)]:
+                break
+        time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL, told
+        assert (f"going on from {broken}/out/{before}," in told) == (before != "-"), told
+    last = start(broken, model, save_dtype="float32")
+    told, _ = last.communicate()
+    assert last.returncode == 0, told
+    assert f"going on from {broken}/out/checkpoint-" in told
+    for path in sorted((tmp_path / "straight/out").glob("*.safetensors")):
+        assert path.read_bytes() == (broken / "out" / path.name).read_bytes(), path.name
+    shutil.rmtree(tmp_path)
