@@ -156,12 +156,12 @@ def test_parquet_without_its_library_says_what_to_install(tmp_path, monkeypatch)
 
 
 def test_a_folder_gives_its_files_in_the_order_of_their_names_and_says_which_it_passes_over(tmp_path) -> None:
-    for name in ("b.jsonl", "a/z.csv", "README.md", ".hidden.jsonl", "a/_state.json"):
+    for name in ("b.jsonl", "a/z.csv", "README.md", ".hidden.jsonl", "a/_state.json", "dataset_info.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     found, others = files_of(tmp_path, None)
     assert [str(path.relative_to(tmp_path)) for path in found] == ["a/z.csv", "b.jsonl"]
-    assert [path.name for path in others] == ["README.md"]
+    assert [path.name for path in others] == ["README.md", "dataset_info.json"]
 
 
 def test_a_folder_with_splits_gives_train_unless_another_is_asked_for(tmp_path) -> None:

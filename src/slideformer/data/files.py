@@ -23,6 +23,7 @@ BLOCK_CHARS = 2**20
 character of what it is given at once."""
 READ_CHARS = 2**20
 PARQUET = ".parquet"
+ABOUT_DATA = ("dataset_info.json", "dataset_infos.json")  # lie beside rows and hold none
 NOT_JSON = (ValueError, RecursionError)  # what json raises: the second for [[[[..., the first also for endless numbers
 TABLE_ROWS = 256  # of a parquet file, turned into Python objects at once
 SPLITS = {
@@ -65,7 +66,7 @@ def files_of(folder: Path, split: str | None) -> tuple[list[Path], list[Path]]:
     or of train if there is none. Raises BadInput: no file of rows, or none of that split.
     """
     every = sorted(path for path in folder.rglob("*") if path.is_file() and not _hidden(path.relative_to(folder)))
-    usable = [path for path in every if suffix_of(path) in (*READERS, PARQUET)]
+    usable = [path for path in every if suffix_of(path) in (*READERS, PARQUET) and path.name not in ABOUT_DATA]
     if not usable:
         raise BadInput(f"the data folder {folder} has no file of rows; accepted are {SUFFIXES}")
     splits = {path: split_of(path.relative_to(folder)) for path in usable}
