@@ -110,6 +110,16 @@ def test_warnings_and_bad_input_are_told_as_in_training(slideformer, yaml_for, t
     assert done.stderr.strip().endswith("the data file nowhere.jsonl does not exist")
 
 
+def test_strict_ends_at_the_first_row_that_cannot_be_used(slideformer, yaml_for, tmp_path) -> None:
+    rows = [{"text": "abc"}, {"text": " "}, {"text": 5}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = slideformer("preview", yaml_for(dataset="rows.jsonl"))
+    assert "  left out, empty text: 1 row (2)\n  left out, content is not text: 1 row (3)\n" in done.stdout
+    done = slideformer("preview", yaml_for(dataset="rows.jsonl"), "--strict")
+    assert done.stderr.strip().endswith("rows.jsonl:2: empty text: text is empty (strict is true)")
+    assert done.returncode == 2
+
+
 def test_a_step_behind_the_last_is_told(slideformer, yaml_for) -> None:
     done = slideformer("preview", yaml_for(), "--step", "3")
     assert done.stdout.strip().endswith("there is no such step: the run has 2")
