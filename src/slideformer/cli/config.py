@@ -18,7 +18,7 @@ STARTER = """\
 # All keys and their defaults: slideformer config show {name}
 
 model_name_or_path: path/to/a/hugging-face/folder
-dataset: data.jsonl # rows of {{"messages": [...]}}, or one of the layouts in docs/data-formats.md
+dataset: data.jsonl # rows of {{"messages": [...]}}, or one of the layouts in docs/data.md
 output_dir: runs/mine
 
 max_length: 1024
