@@ -238,3 +238,9 @@ def test_auto_is_a_folder_of_the_user(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache.folder_of("auto") == tmp_path / ".cache" / "slideformer"
     assert cache.folder_of(None) is None
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert cache.folder_of("auto") is None

@@ -8,7 +8,7 @@ import sys
 import datasets
 import pytest
 
-from slideformer.data.dataset import load_dataset
+from slideformer.data.dataset import load_dataset, training_batches
 from slideformer.data.sources import open_source
 from slideformer.dataset_settings import DatasetSpec
 from slideformer.errors import BadInput
@@ -95,3 +95,21 @@ def test_the_library_is_imported_for_hub_ids_only() -> None:
         "a/b is no local file or folder; for a dataset of the hub: pip install 'slideformer[datasets]'"
     )
     assert done.stdout.splitlines()[0] == "[]"
+
+
+def test_a_hub_id_is_streamed_by_its_library(hub, codec, make_config, monkeypatch) -> None:
+    """The library reads a file in place of the network; all else is its own."""
+    load = datasets.load_dataset
+    asked = []
+
+    def from_file(path, name, *, split, streaming):
+        asked.append((path, name, split, streaming))
+        return load("json", data_files=str(hub / "sums.jsonl"), split=split, streaming=streaming)
+
+    monkeypatch.setattr(datasets, "load_dataset", from_file)
+    spec = {"path": "someone/sums", "name": "easy", "columns": COLUMNS}
+    config = make_config(spec, streaming=True, max_steps=8, shuffle_buffer_size=2, per_device_train_batch_size=2)
+    batches = training_batches(load_dataset(config, codec), config, codec)
+    seen = [row for step in range(4) for row in batches.step(step).rows]
+    assert sorted(seen[:4]) == sorted(seen[4:]) == [f"someone/sums:{i}" for i in range(1, 5)]
+    assert set(asked) == {("someone/sums", "easy", "train", True)}

@@ -39,8 +39,11 @@ def folder_of(setting: str | None) -> Path | None:
     """Of dataset_cache_dir. None: nothing is kept."""
     if setting != "auto":
         return None if setting is None else Path(setting)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "slideformer"
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "slideformer"
+    except RuntimeError:  # a user without a home, as in some containers
+        return None
 
 
 def cached(folder: Path | None, name: str | None, fill: Fill) -> tuple[Samples, Facts]:
