@@ -27,14 +27,17 @@ KEYS = {
 
 STREAMED_UP, STREAMED_DOWN = 3.0, 2.0
 """Bytes a parameter that cross the link in a step, at least: a bf16 weight for each pass (of most blocks: what the
-window still holds is not sent again; a tied matrix goes once), and its gradient."""
+window still holds is not sent again; a tied matrix goes once), and its gradient. The table of an untied model takes
+part in neither: only rows of it move, and only those have a gradient."""
 
 BYTES_SHARE, BYTES_PER_TOKEN = 1e-3, 64
 """How far measured bytes may be from the plan's: words of a few bytes, and the batch itself (ids, labels, rows)."""
 
-LOSS_BOUND = 2e-3
-"""Between ours and the ceiling on one step. Two resident runs differ by up to 3e-4 over 8 steps, since attention's
-backward adds in any order (Llama-3.2-3B shape, 32 x 1024 tokens, H200, 2026-11-30)."""
+LOSS_BOUND, LOSS_TOKENS, LOSS_FACTOR = 1e-3, 32 * 1024, 4.0
+"""Between ours and the ceiling on one step of so many tokens; of fewer, by the root of their number more, as the mean
+of independent errors, up to a factor. Two resident runs differ by up to 3e-4 over 8 steps, since attention's backward
+adds in any order; ours and the ceiling by up to 8.1e-4 at 32 x 1024 tokens and 2.0e-3 at 4 x 1024 (Llama-3.2-3B
+shape, H200, 2026-11-30)."""
 
 SLOWER_BOUND = 1.05
 
@@ -113,6 +116,7 @@ def _work(line: Line) -> Iterator[str]:
         if abs(moved[way] - planned[way]) > slack:
             yield f"{moved[way]} bytes went {way}, the plan has {planned[way]}"
     if line["case"] == "ours-streamed":
+        params -= _untied_table(line["shape"])
         for way, least in (("up", STREAMED_UP), ("down", STREAMED_DOWN)):
             if moved[way] < least * params:
                 yield f"{moved[way] / params:.2f} bytes a parameter went {way}; streamed, at least {least:g} do"
@@ -138,8 +142,11 @@ def call_faults(lines: Sequence[Line]) -> Iterator[str]:
     for line in lines:
         ceiling = ceiling_of(line, lines)
         if ceiling is not None and MODULES[line["case"]] == "ours":
-            if (off := loss_difference(line, ceiling)) > LOSS_BOUND:
-                yield f"{name_of(line)}: its losses are up to {off:.2g} from stock-resident's, allowed are {LOSS_BOUND}"
+            share = math.sqrt(LOSS_TOKENS / (line["batch"] * line["seq"]))
+            allowed = LOSS_BOUND * min(max(share, 1.0), LOSS_FACTOR)
+            if (off := loss_difference(line, ceiling)) > allowed:
+                found = f"its losses are up to {off:.2g} from stock-resident's"
+                yield f"{name_of(line)}: {found}, allowed are {allowed:.2g}"
 
 
 def ceiling_of(line: Line, lines: Sequence[Line]) -> Line | None:
@@ -151,6 +158,14 @@ def ceiling_of(line: Line, lines: Sequence[Line]) -> Line | None:
 
 def loss_difference(line: Line, other: Line) -> float:
     return max((abs(a - b) for a, b in zip(line["loss"], other["loss"], strict=False)), default=math.nan)
+
+
+def _untied_table(name: str) -> int:
+    """Parameters of the input embedding where the output projection is another matrix; of a shape that has a name."""
+    if name not in NAMES:
+        return 0
+    config = shape(name)
+    return 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
 
 
 def _layers(name: str) -> int | None:
