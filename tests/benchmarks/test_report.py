@@ -102,7 +102,7 @@ def test_a_call_in_which_a_peer_or_the_ceiling_is_slower_than_it_was_is_void():
 def test_losses_that_leave_the_ceilings_are_rejected(call):
     call[-1]["loss"][-1] += 0.01
     (fault,) = faults(*call)
-    assert fault.startswith("ours-streamed:eager: its losses are up to 0.01 from stock-resident's, allowed are 0.002")
+    assert fault.startswith("ours-streamed:eager: its losses are up to 0.01 from stock-resident's, allowed are 0.004")
 
 
 def test_a_file_without_results_is_an_input_that_is_wrong(tmp_path, capsys):
