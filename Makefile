@@ -26,11 +26,11 @@ soak: $(READY)
 
 # On a machine with a GPU and torch for it; takes whatever python3 is there.
 gpu: native
-	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest tests/gpu
 
 # The native library inside the tree, without pip or a network: PYTHONPATH=src then finds it.
 native:
-	PYTHONPATH=src $(PYTHON) -m slideformer.native.build
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m slideformer.native.build
 
 # The tools that build the package come first, pinned like everything else; without build isolation they are what pip
 # builds it with, so two runs install the same.

@@ -19,7 +19,7 @@ from slideformer.engine import Engine, EngineOptions
 from slideformer.kernels.linear_cross_entropy import SlicedLoss, Softmax, loss_and_grads
 from slideformer.model.decoder import Decoder
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from shapes import random_tokens, random_weight, shape  # noqa: E402
 

@@ -19,7 +19,7 @@ from model.unit_by_unit import flats_of
 from slideformer.model.decoder import Decoder
 from slideformer.model.packed_attention import Samples, attention_by_sample, packing_of, samples_of
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 LENGTHS = ((700, 1, 123, 200), (1024,))
 
