@@ -110,6 +110,9 @@ def test_metrics_count_tokens_epochs_and_rates(config_for) -> None:
         assert m["step_time"] > 0
         assert 0 < m["host_mem_gib"] < 16
         assert m["nonfinite_steps"] == 0
+        # 4 blocks of hidden 64: queries and outputs, keys and values of half the heads, a gated MLP of 128; tied head
+        weights = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 259 * 64
+        assert m["tflops"] == pytest.approx(6 * weights * m["tokens_per_second"] / 1e12)
         assert {"busy_compute_pct", "busy_upload_pct", "busy_download_pct", "busy_update_pct"} <= m.keys()
     assert metrics[-1]["eta_seconds"] == 0
 

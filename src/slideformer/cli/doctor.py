@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import textwrap
 from collections.abc import Iterator
 from typing import Annotated
@@ -33,6 +31,7 @@ def _examine(name: str) -> Iterator[tuple[str, object]]:
     from slideformer.memory import host_limit
     from slideformer.model.elementwise import families_by_op
     from slideformer.native import TorchKernels, load
+    from slideformer.train.hardware import gpus
     from slideformer.train.measure import link_speed, page_lock_rate
     from slideformer.train.record import versions
 
@@ -46,7 +45,7 @@ def _examine(name: str) -> Iterator[tuple[str, object]]:
     limit = host_limit()
     yield "host_memory_gib", limit.nbytes / 2**30
     yield "host_memory_limit_of", limit.name
-    yield "gpus", _gpus()
+    yield "gpus", gpus()
     with open_device(name) as device:
         yield "device", device.kind
         yield "device_update", implementation(device.torch_device)
@@ -65,16 +64,6 @@ def _blocks(kernels: object) -> str:
     if not kernels:
         return "the model's own code"
     return "triton, " + ", ".join(f"{op} ({' '.join(families)})" for op, families in kernels.items())
-
-
-def _gpus() -> list[str]:
-    """Name, memory and driver of each NVIDIA GPU, also where torch was built without CUDA. Empty if there is none."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return []
-    query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
 
 
 def _text(facts: dict[str, object]) -> str:

@@ -16,6 +16,7 @@ from slideformer.data.batches import StepBatch
 from slideformer.device import Device, LaneFailure
 from slideformer.engine import Engine, NonFinite, StepResult
 from slideformer.errors import RunFailed
+from slideformer.layout import Layout
 from slideformer.train.best import Judge
 from slideformer.train.callbacks import Callbacks
 from slideformer.train.checkpoint import Progress, folder_name
@@ -70,6 +71,7 @@ class Loop:
         self._start, self._saved_step = start, start.step
         self._saves = False  # a checkpoint is being written, or has been and callbacks have not heard of it
         self._interval = Interval(start.logged)
+        self._flops_per_token = flops_per_token(work.engine.layout)
         self._tokens_seen, self._targets_seen = start.num_input_tokens_seen, start.num_target_tokens_seen
         self._nonfinite_steps = start.nonfinite_steps
         # The first is replaced by a later one, unless the run is a short one.
@@ -225,6 +227,7 @@ class Loop:
             "num_target_tokens_seen": self._targets_seen,
             "tokens_per_second": speed.tokens_per_second,
             "step_time": speed.step_s,
+            "tflops": self._flops_per_token * speed.tokens_per_second / 1e12,
             "eta_seconds": self._interval.mean_step_s() * (self.work.num_steps - step.number),
             "nonfinite_steps": self._nonfinite_steps,
             **_memory_metrics(self.work.device),
@@ -263,6 +266,16 @@ class Loop:
                 f"stopped early: {self.judge.rule.metric} has not been better for {self.judge.rule.patience} "
                 "evaluations (early_stopping_patience)"
             )
+
+
+def flops_per_token(layout: Layout) -> float:
+    """Of a training step: 2 a multiply-add of every product with a weight matrix, times 3 for backward.
+
+    What is run again in backward counts once, the products of attention itself do not count.
+    """
+    matrices = [p for unit in layout.blocks for p in layout.units[unit].params if len(p.shape) > 1]
+    head = max(layout.units[layout.output].params, key=lambda p: p.numel)
+    return 6.0 * (sum(p.numel for p in matrices) + head.numel)
 
 
 def _memory_metrics(device: Device) -> dict[str, float]:
