@@ -99,7 +99,8 @@ class Campaign:
         if child.alive():
             child.send(signal.SIGTERM if moment == "term" else signal.SIGKILL)
         code = child.wait()
-        assert code in (0, -signal.SIGKILL, 143), f"{code}: {child.told()}"
+        # A SIGTERM that comes when the result has been written ends the process as it ends any other.
+        assert code in (0, -signal.SIGKILL, 143, -signal.SIGTERM), f"{code}: {child.told()}"
         self._judge(child, code, before)
 
     def _wait_for(self, moment: str, child: Child) -> None:
@@ -151,6 +152,9 @@ class Campaign:
             counts.kills += 1
             counts.in_saves += self._has(".partial")
             counts.in_rotations += self._has(".removed") or self._has(".old")
+        elif code == -signal.SIGTERM:
+            counts.terms += 1
+            assert (self.out / "model.safetensors").is_file() or "\nmemory: " not in told, told
         elif code == 143:
             counts.terms += 1
             assert not self._has(".partial") and not self._has(".removed")

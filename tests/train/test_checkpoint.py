@@ -156,6 +156,13 @@ def test_saving_and_loading_take_no_memory_that_grows_with_the_model(tmp_path, m
         assert max(most) - before <= 4 * tile + 2**20
 
 
+def test_an_evaluation_takes_no_device_memory_that_training_does_not(engine) -> None:
+    engine.step(tiny_batch(), lr=LR).wait()
+    before = engine.device.peak_nbytes()
+    engine.evaluate(tiny_batch())
+    assert engine.device.peak_nbytes() == before > 0
+
+
 # what dies
 
 
