@@ -151,14 +151,25 @@ def test_plan_shows_bytes_and_a_timeline_in_80_columns_without_weights(slideform
 
 
 def test_a_plan_for_a_gpu_spills_what_max_gpu_memory_leaves_no_room_for(slideformer, yaml_for) -> None:
-    def hidden(limit: str) -> int:
-        config = yaml_for(device="cuda", max_gpu_memory=limit, gradient_accumulation_steps=8)
-        return json.loads(slideformer("plan", config, "--json").stdout)["device"]["hidden states"]
+    def planned(limit: str) -> dict:
+        settings = {"placement": "stream", "max_gpu_memory": limit, "gradient_accumulation_steps": 8}
+        found = json.loads(slideformer("plan", yaml_for(device="cuda", **settings), "--json").stdout)
+        assert found["placement"]["resident"] == []
+        return found
 
-    assert hidden("1MiB") < hidden("1GiB")
-    shown = slideformer("plan", yaml_for(device="cuda")).stdout
-    assert "as far as max_gpu_memory allows" in shown
+    most = planned("1GiB")
+    fewer = planned(f"{most['device_nbytes'] // 1024}KiB")  # a share of that is left to the allocator
+    assert fewer["device"]["hidden states"] < most["device"]["hidden states"]
+    assert fewer["host"]["saved inputs"] > 0 and "saved inputs" not in most["host"]
+
+
+def test_a_plan_for_a_gpu_says_what_it_places_there(slideformer, yaml_for) -> None:
+    shown = slideformer("plan", yaml_for(device="cuda", max_gpu_memory="1GiB")).stdout
+    assert "the state of 6 of 6 units" in shown.replace("\n", " "), shown
+    assert "what 4 blocks keep for backward" in shown.replace("\n", " ")
+    assert "without max_gpu_memory nothing is placed here" in shown
     assert max(map(len, shown.splitlines())) <= 80
+    assert "the state of 0 of 6 units" in slideformer("plan", yaml_for(device="cuda")).stdout
 
 
 def test_plan_as_json_adds_up_and_follows_the_rates(slideformer, yaml_for) -> None:

@@ -31,9 +31,9 @@ def plan(
     """
     with told_in_one_sentence(debug=debug, as_json=as_json):
         config = read_config(settings, context.args)
-        from slideformer.train.preview import preview
+        from slideformer.train.plan import plan_run
 
-        found = preview(
+        found = plan_run(
             config,
             flops=tflops and tflops * 1e12,
             link_nbytes=link_gbps and link_gbps * 1e9,

@@ -11,7 +11,7 @@ from slideformer.config import TrainConfig
 from slideformer.errors import BadInput
 from slideformer.model.decoder import Decoder
 from slideformer.train.console import Console
-from slideformer.train.preview import Preview, preview
+from slideformer.train.plan import RunPlan, plan_run
 from slideformer.train.setup import build_decoder
 from slideformer.train.trainer import Trainer
 
@@ -51,7 +51,7 @@ class DryRun:
     num_steps: int
     steps_per_epoch: int
     reports: tuple[dict[str, object], ...]
-    plan: Preview
+    plan: RunPlan
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -70,7 +70,7 @@ def dry_run(config: TrainConfig, console: Console) -> DryRun:
     with Trainer(args=config, console=console) as trainer:
         prepared = trainer.prepare(console)
         trainer.build()
-    plan = preview(config)
+    plan = plan_run(config)
     plan.require_fit()
     reports = tuple(report.as_dict() for report in prepared.dataset.reports)
     return DryRun(prepared.num_steps, prepared.batches.steps_per_epoch, reports, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -15,13 +16,15 @@ from slideformer.memory import Budget, size
 from slideformer.model.decoder import Decoder
 from slideformer.schedule import Timeline, build_step, prove, simulate
 from slideformer.train.setup import build_decoder, engine_options
+from slideformer.train.verdict import verdict
 
 JOINED_RUNS = 3  # the second of three steps has one before and one after it, as most steps have
+TEXT_WIDTH = 80
 WIDTH = 64  # of the picture, so that its lines fit in 80 columns
 
 
 @dataclass(frozen=True)
-class Preview:
+class RunPlan:
     """A planned and proven run. timeline: of JOINED_RUNS full batches at `rates`."""
 
     config: TrainConfig
@@ -67,10 +70,46 @@ class Preview:
             "device": self.budget.device,
             "host": self.budget.host,
             "rates": asdict(self.rates),
+            "placement": self.placement(),
             "step_time": step_s,
             "tokens_per_second": self.tokens_per_step / step_s,
-            "busy": {str(lane): share for lane, share in self.timeline.busy().items() if share},
+            "busy": self.busy(),
         }
+
+    def placement(self) -> dict[str, object]:
+        """What is on the device beside the window. Units and blocks by name."""
+        names = [unit.name for unit in self.decoder.layout.units]
+        chosen = self.options.step_options(self.decoder.layout, self.decoder.dtype)
+        return {
+            "resident": [names[u] for u in chosen.resident],
+            "keep": [names[u] for u in chosen.keep],
+            "late": [names[u] for u in chosen.late],
+            "hidden_states": chosen.hidden_pool,
+            "sliced_head": chosen.sliced_head,
+        }
+
+    def busy(self) -> dict[str, float]:
+        """Share of a step that each lane works, once steps join."""
+        total: dict[str, float] = {}
+        for span in self.timeline.spans:
+            total[str(span.op.lane)] = total.get(str(span.op.lane), 0.0) + span.end_s - span.start_s
+        length = JOINED_RUNS * self.timeline.step_s()
+        return {lane: min(seconds / length, 1.0) for lane, seconds in total.items() if seconds}
+
+    def _placed(self) -> str:
+        found, layout = self.placement(), self.decoder.layout
+        counts = {name: len(units) for name, units in found.items() if isinstance(units, list)}
+        parts = [
+            f"the state of {counts['resident']} of {len(layout.units)} units",
+            f"{found['hidden_states']} saved inputs",
+        ]
+        if counts["keep"]:
+            parts.append(f"what {counts['keep']} blocks keep for backward")
+        if counts["late"]:
+            parts.append(f"late gradients of {counts['late']} blocks")
+        if found["sliced_head"]:
+            parts.append("the output projection in slices")
+        return "on the device beside the window: " + ", ".join(parts)
 
     def text(self) -> str:
         """For people, within 80 columns."""
@@ -82,6 +121,7 @@ class Preview:
             f"{len(layout.blocks)} blocks",
             f"{self.device_kind}, {str(self.decoder.dtype).removeprefix('torch.')}, {self.options.update} updates, "
             f"window of {config.window} blocks: {self._slot_share():.1%} of the weights",
+            *textwrap.wrap(self._placed(), TEXT_WIDTH),
             "",
             *_table("device", self.budget.device),
             "",
@@ -91,14 +131,16 @@ class Preview:
             f"{config.max_length} tokens: {step_s:.3g} s, {self.tokens_per_step / step_s:,.0f} tokens/s,",
             f"expected at {rates.flops / 1e12:.3g} TFLOP/s, {rates.link_nbytes / 1e9:.3g} GB/s each way, "
             f"{rates.update_numel / 1e9:.3g} G parameters/s updated",
+            *textwrap.wrap(verdict(self.busy(), step_s, None), TEXT_WIDTH),
             "",
             self.timeline.text(width=WIDTH, run=1),
         ]
         if self.device_kind == "cuda":
             lines += [
                 "",
-                "Hidden states stay on the device as far as max_gpu_memory allows. Spare",
-                "host memory may be used for updates ahead of clipping: not counted here.",
+                "A run measures its machine first and may place more or less on the device;",
+                "without max_gpu_memory nothing is placed here. Spare host memory may be used",
+                "for updates ahead of clipping: not counted here.",
             ]
         return "\n".join(lines)
 
@@ -108,13 +150,13 @@ class Preview:
         return min(self.config.window, len(layout.blocks)) * largest_block_numel(layout) / layout.numel
 
 
-def preview(
+def plan_run(
     config: TrainConfig,
     *,
     flops: float | None = None,
     link_nbytes: float | None = None,
     update_numel: float | None = None,
-) -> Preview:
+) -> RunPlan:
     """Plan, prove and simulate a config. Reads the model's config.json only.
 
     flops, link_nbytes, update_numel: rates of the machine, where they are known. Raises BadInput.
@@ -133,7 +175,7 @@ def preview(
     beside = costs if kind == "cuda" else None
     sizes = {"hidden_size": decoder.hidden_size, "dtype": decoder.dtype}
     found = budget_of(decoder.layout, options, **sizes, costs=beside)
-    return Preview(config, kind, decoder, options, found, rates, beside, timeline)
+    return RunPlan(config, kind, decoder, options, found, rates, beside, timeline)
 
 
 def _settled(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str) -> EngineOptions:
