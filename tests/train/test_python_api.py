@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,12 @@ def test_a_trainer_that_failed_is_closed(trainer_for, model_folder) -> None:
         trainer.train()
     with pytest.raises(RunFailed, match="closed"):
         trainer.evaluate()
+
+
+def test_a_trainer_works_in_a_thread_that_gets_no_signals(trainer_for, model_folder) -> None:
+    trainer = trainer_for(str(model_folder), train_dataset=sums(8), fields={"max_steps": 2})
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(trainer.train).result().global_step == 2
 
 
 def test_loss_png_is_drawn_beside_the_metrics(config_for) -> None:

@@ -20,7 +20,8 @@ class Stopped(Exception):  # noqa: N818 nothing went wrong
 
 
 class StopRequests:
-    """Catches SIGINT, SIGTERM and SIGUSR1 while it is entered. Only in the main thread."""
+    """Catches SIGINT, SIGTERM and SIGUSR1 while it is entered, in the main thread. Python gives signals to no other: a
+    run in one is stopped by whoever started it, through a callback."""
 
     def __init__(self) -> None:
         self._signum: int | None = None
@@ -28,9 +29,12 @@ class StopRequests:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            self._previous[signum] = signal.signal(signum, self._caught)
-        self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._caught_save)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            handler = self._caught_save if signum == signal.SIGUSR1 else self._caught
+            try:
+                self._previous[signum] = signal.signal(signum, handler)
+            except ValueError:  # not the main thread
+                break
         return self
 
     def __exit__(self, *exc: object) -> None:
