@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from faults.forks import Child, Server, make_toy, write_config  # noqa: E402
 from slideformer.train import checkpoint, retention  # noqa: E402
 
-STEPS = 60
+STEPS = 24
 EVALUATIONS = {"val_size": 4, "eval_strategy": "steps", "eval_steps": 7, "per_device_eval_batch_size": 2}
 MOMENTS = ("anywhere", "start", "save", "save", "rotation", "rotation", "term")
-TIMES = ("tokens_per_second", "step_time", "eta_seconds")
+TIMES = ("tokens_per_second", "step_time", "eta_seconds", "tflops", "mfu")
 
 
 @dataclass

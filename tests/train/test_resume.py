@@ -23,7 +23,7 @@ from slideformer.train.stop import Stopped
 from slideformer.train.trainer import train
 from train.toy import make_config, make_model, write_sums
 
-TIMES = ("tokens_per_second", "step_time", "eta_seconds", "host_mem_gib", "pinned_gib")
+TIMES = ("tokens_per_second", "step_time", "eta_seconds", "host_mem_gib", "pinned_gib", "tflops", "mfu")
 
 
 class Killed(BaseException):
