@@ -59,7 +59,8 @@ class _Trackio:
         self._trackio = importlib.import_module("trackio")
         project = os.environ.get("TRACKIO_PROJECT", PROJECT)
         resume = "allow" if first_step > 1 else "never"
-        self._trackio.init(project=project, name=name, config=dict(settings), resume=resume, embed=False)
+        quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}  # the run's own numbers are enough
+        self._trackio.init(project=project, name=name, config=dict(settings), resume=resume, **quiet)
 
     def log(self, numbers: Numbers, step: int) -> None:
         self._trackio.log(dict(numbers), step=step)
