@@ -271,10 +271,13 @@ def test_a_signal_just_after_the_look_for_one_is_not_answered_without_a_checkpoi
 
 
 def test_a_second_signal_in_a_save_ends_the_run_at_once_and_leaves_no_half(config_for, tmp_path, monkeypatch) -> None:
+    sent: list[str] = []
+
     class Impatient(files.Summing):
         def write(self, data):
             super().write(data)
-            if "checkpoint-4" in self._file.name:
+            if "checkpoint-4" in self._file.name and not sent:
+                sent.append(self._file.name)  # once: the lane may be at its piece a little longer than the run
                 os.kill(os.getpid(), signal.SIGINT)
                 os.kill(os.getpid(), signal.SIGINT)
 
