@@ -10,8 +10,9 @@ import torch
 from engine.toys import EAGER, engine_on, toy_decoder, toy_options
 from slideformer.engine import EngineOptions
 from slideformer.engine.costs import ASSUMED, Costs, assumed
-from slideformer.engine.fit import budget_of
+from slideformer.engine.fit import budget_of, require_fit
 from slideformer.engine.placement import Room, place
+from slideformer.errors import BadInput, DoesNotFit
 
 AUTO = {"saved_on_device": "auto", "resident": "auto", "keep": "auto", "late": "auto"}
 LARGE = 2**40
@@ -52,6 +53,73 @@ def test_the_projection_passes_in_slices_where_the_whole_has_no_room():
     tight = place(room(need - 100, options))
     assert tight.sliced_head is True and toy_decoder().layout.output not in tight.resident
     assert room(need, options).used(tight) <= need - 100
+
+
+def test_a_head_that_could_not_be_tried_as_a_whole_passes_in_slices():
+    options = toy_options(**AUTO)
+    here = room(2 * least(options), options)
+    assert place(here).sliced_head is False
+    assert place(replace(here, costs=replace(here.costs, whole_head=False))).sliced_head is True
+
+
+def sizes_of(decoder) -> dict:
+    return {"hidden_size": decoder.hidden_size, "dtype": decoder.dtype}
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"resident": (0, 1, 2, 3, 4, 5), "keep": (1, 2)}, "placement: stream"),
+        ({"ahead": (0, 1, 2)}, "update_ahead: none"),
+        ({"micro_batch_size": 64}, "per_device_train_batch_size: "),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_told_with_keys_that_a_config_has(changes, advice):
+    decoder = toy_decoder(dtype=torch.bfloat16)
+    options = toy_options(**{"saved_on_device": 0, "window": 1, "grad_slots": 1, "ring": 2, **changes})
+    costs = assumed(decoder.layout, options.batch_shape(decoder.hidden_size, decoder.dtype), ASSUMED["cuda"])
+    found = budget_of(decoder.layout, options, **sizes_of(decoder), costs=costs)
+    limit = (
+        {"max_host_memory": found.host_nbytes - 1}
+        if "ahead" in changes
+        else {"max_gpu_memory": found.device_nbytes - 1}
+    )
+    with pytest.raises(DoesNotFit, match=f"Cheapest change that makes it fit: {advice}"):
+        require_fit(decoder.layout, replace(options, **limit), **sizes_of(decoder), device_kind="cuda", costs=costs)
+
+
+def test_what_is_free_on_the_gpu_is_a_limit_too():
+    decoder = toy_decoder(dtype=torch.bfloat16)
+    options = toy_options()
+    need = budget_of(decoder.layout, options, **sizes_of(decoder)).device_nbytes
+    fits = lambda free: require_fit(  # noqa: E731
+        decoder.layout, options, **sizes_of(decoder), device_kind="cuda", free_nbytes=free
+    )
+    assert fits(need).device_nbytes == need
+    with pytest.raises(DoesNotFit, match="memory that is free on the GPU"):
+        fits(need - 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"late": (5,), **EAGER}, r"late names \[5\], must be blocks of the model, 1 to 4"),
+        ({"resident": (99,)}, r"resident names \[99\], must be units of the model, 0 to 5"),
+        ({"ahead": (77,)}, r"ahead names \[77\]"),
+        ({"keep": (1,)}, "which resident does not"),
+    ],
+    ids=str,
+)
+def test_units_that_do_not_exist_are_refused_with_a_sentence(changes, sentence):
+    with pytest.raises(BadInput, match=sentence):
+        toy_options(**changes).step_options(toy_decoder().layout, torch.float32)
+
+
+def test_placement_on_the_cpu_is_told_that_it_has_no_meaning(caplog):
+    with engine_on(toy_decoder(), toy_options(resident="all")) as engine:
+        assert engine.step_options.resident == ()
+    assert "placement: resident is for a GPU" in caplog.text
 
 
 @pytest.mark.parametrize("program", [EAGER, {"update": "deferred"}], ids=["eager", "deferred"])

@@ -18,6 +18,7 @@ from engine.toys import (
     HookedDevice,
     Outcome,
     engine_on,
+    plans_of,
     run_engine,
     run_sequential,
     tiny_batch,
@@ -27,7 +28,6 @@ from engine.toys import (
 )
 from schedule.plans import all_waits, without_wait
 from slideformer.device import LaneFailure
-from slideformer.engine.fit import plans_of
 from slideformer.schedule import LaneName, Plan, Wait
 
 HELD_S = 10.0  # never reached

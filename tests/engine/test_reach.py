@@ -11,6 +11,7 @@ from engine.toys import (
     EAGER,
     LR,
     engine_on,
+    plans_of,
     tiny_batch,
     tiny_decoder,
     toy_batch,
@@ -22,7 +23,6 @@ from engine.toys import (
 from slideformer.device import LaneFailure
 from slideformer.device.cpu import CpuDevice
 from slideformer.engine import Engine
-from slideformer.engine.fit import plans_of
 from slideformer.engine.reach import Reach
 from slideformer.engine.run import Run
 from slideformer.schedule import Op, OpKind, Plan, PlanError, prove

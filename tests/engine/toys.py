@@ -6,7 +6,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -19,7 +19,7 @@ from slideformer.device.cpu import CpuDevice, CpuLane
 from slideformer.engine import Engine, EngineOptions
 from slideformer.layout import Layout
 from slideformer.model.decoder import Decoder
-from slideformer.schedule import Plan
+from slideformer.schedule import Plan, build_evaluation, build_step
 
 ROWS, LENGTH = 2, 12
 LR = 1.3e-2
@@ -153,6 +153,13 @@ def engine_on(decoder: Decoder, options: EngineOptions, device: CpuDevice | None
     """An engine on a device that poisons what is free and delays every piece of work."""
     with device or CpuDevice(jitter_s=5e-4, poison=True) as opened, Engine(decoder, opened, options) as engine:
         yield engine
+
+
+def plans_of(layout: Layout, options: EngineOptions, dtype: torch.dtype) -> list[Plan]:
+    """A training step and an evaluation, with the most micro-batches and with one, as an engine plans them."""
+    full = options.step_options(layout, dtype)
+    counts = sorted({options.micro_batches, 1}, reverse=True)
+    return [build(layout, replace(full, micro_batches=m)) for m in counts for build in (build_step, build_evaluation)]
 
 
 def use_plan(engine: Engine, plan: Plan) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.toys import DEFERRED, EAGER, LR, tiny_batch, tiny_decoder, toy_options
+from engine.toys import DEFERRED, EAGER, LR, plans_of, tiny_batch, tiny_decoder, toy_options
 from slideformer.engine import Engine
-from slideformer.engine.fit import plans_of
 from slideformer.schedule import OpKind, Plan
 
 SPILLING = {"saved_on_device": 1, "hidden_ring": 2, "micro_batches": 2}

@@ -122,6 +122,10 @@ class Device(Protocol):
         """Block until every lane is idle. Raises LaneFailure."""
         ...
 
+    def settle(self) -> None:
+        """Block until the device has done all that was launched on it, by whatever thread. Raises nothing."""
+        ...
+
     def peak_nbytes(self) -> int:
         """Most device memory allocated at once so far (on the CPU: what `empty` handed out)."""
         ...
@@ -135,7 +139,7 @@ class Device(Protocol):
         ...
 
     def limit_memory(self, nbytes: int) -> None:
-        """Let nothing of this process take more device memory; does nothing where it is the host's."""
+        """Let this process take no more device memory until the device is closed; nothing where it is the host's."""
         ...
 
     def close(self) -> None: ...

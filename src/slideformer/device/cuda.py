@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -114,6 +115,7 @@ class CudaDevice:
         self.fault = Fault()
         self._lanes: list[CudaHostLane] = []
         self._locked: list[torch.Tensor] = []
+        self._fraction_before: float | None = None
         self._clock_stream = torch.cuda.Stream(self.torch_device)
         self.clock = _Anchor(self._clock_stream)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -170,6 +172,10 @@ class CudaDevice:
         for mark in [lane.run(lambda: None, "synchronize") for lane in self._lanes]:
             mark.wait()
 
+    def settle(self) -> None:
+        with suppress(RuntimeError):  # after a fault of the device itself there is nothing to wait for
+            torch.cuda.synchronize(self.torch_device)
+
     def peak_nbytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
 
@@ -178,10 +184,8 @@ class CudaDevice:
         held = torch.cuda.memory_reserved(self.torch_device)
         unused = held - torch.cuda.memory_allocated(self.torch_device)
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        if hasattr(torch.cuda, "get_per_process_memory_fraction"):  # torch 2.8 and later
-            allowed = int(torch.cuda.get_per_process_memory_fraction(self.torch_device) * total)
-            free = min(free, allowed - held)
-        return free + unused
+        allowed = int(torch.cuda.get_per_process_memory_fraction(self.torch_device) * total)
+        return min(free, allowed - held) + unused
 
     def reserved_nbytes(self) -> int:
         """Most memory that torch's allocator held at once, used or not."""
@@ -213,7 +217,10 @@ class CudaDevice:
 
     def limit_memory(self, nbytes: int) -> None:
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0), self.torch_device)
+        if self._fraction_before is None:
+            self._fraction_before = torch.cuda.get_per_process_memory_fraction(self.torch_device)
+        fraction = min(nbytes / total, self._fraction_before)
+        torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
 
     def close(self) -> None:
         for lane in self._lanes:
@@ -224,6 +231,9 @@ class CudaDevice:
         for tensor in self._locked:
             torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
         self._locked.clear()
+        if self._fraction_before is not None:
+            torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.torch_device)
+            self._fraction_before = None
 
     def __enter__(self) -> CudaDevice:
         return self

@@ -63,7 +63,8 @@ class BlockCost:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """blocks: in the layout's order. head_s: with gradients; loss_s: without. measured: on the device itself."""
+    """blocks: in the layout's order. head_s: with gradients; loss_s: without. measured: on the device itself.
+    whole_head: the output projection and its gradient have room there as a whole."""
 
     rates: Rates
     blocks: tuple[BlockCost, ...]
@@ -71,6 +72,29 @@ class Costs:
     loss_s: float
     head_workspace_nbytes: int
     measured: bool
+    whole_head: bool = True
+
+    def of_share(self, share: float) -> Costs:
+        """With memory for so many times the tokens of a micro-batch."""
+        blocks = [
+            replace(b, workspace_nbytes=int(share * b.workspace_nbytes), kept_nbytes=int(share * b.kept_nbytes))
+            for b in self.blocks
+        ]
+        return replace(self, blocks=tuple(blocks), head_workspace_nbytes=int(share * self.head_workspace_nbytes))
+
+    def times(self, num: int) -> Costs:
+        """Of micro-batches that are so many times larger. Memory stays that of one."""
+        blocks = [
+            replace(
+                b,
+                forward_s=num * b.forward_s,
+                backward_s=num * b.backward_s,
+                kept_forward_s=num * b.kept_forward_s,
+                kept_backward_s=num * b.kept_backward_s,
+            )
+            for b in self.blocks
+        ]
+        return replace(self, blocks=tuple(blocks), head_s=num * self.head_s, loss_s=num * self.loss_s)
 
     @property
     def streamed_update_numel(self) -> float:

@@ -6,8 +6,9 @@ done, so that a caller who submits the next step before asking for this one's lo
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,10 +17,10 @@ from slideformer.data.batches import MicroBatch
 from slideformer.device import Device, Mark
 from slideformer.engine.actions import DeviceActions
 from slideformer.engine.ahead import auto_ahead
-from slideformer.engine.costs import Costs
+from slideformer.engine.costs import Costs, cost_of
 from slideformer.engine.executor import Executor, writes_state
 from slideformer.engine.feed import Feed, build_feed
-from slideformer.engine.fit import plans_of, require_fit
+from slideformer.engine.fit import listed, require_fit
 from slideformer.engine.host_actions import HostActions
 from slideformer.engine.options import EngineOptions
 from slideformer.engine.placement import Room, place
@@ -33,15 +34,17 @@ from slideformer.memory import Budget, State, allocate
 from slideformer.memory.state import PlaneName
 from slideformer.model.decoder import Decoder
 from slideformer.native import HostKernels, Planes, available_cpus, load
-from slideformer.schedule import Plan, build_evaluation, build_step, prove
+from slideformer.schedule import Op, Plan, build_evaluation, build_step, prove, simulate
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
     """Context manager: `close` ends its threads (not the device's other lanes' owners: the device is the caller's).
 
     plan: of a full training step. options: as given, with what was "auto" decided; step_options: what the plans were
-    built with. budget: bytes allocated, by term and tier. costs, predicted_step_s: what was measured at the start and
-    the step time that it promises; None on the CPU.
+    built with. budget: bytes by term and tier, on CUDA with an estimate of working memory. costs, predicted_step_s:
+    what was measured at the start and the step time that it promises; None on the CPU.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class Engine:
         self._closed = False
         self.costs: Costs | None = None
         self.predicted_step_s: float | None = None
+        self._free_nbytes: int | None = None
+        self._cost_s: Callable[[Op], float] | None = None
         self._own_kernels = kernels is None
         self.kernels = kernels or load(options.cpu_threads or _update_threads(device))
         try:
@@ -65,6 +70,8 @@ class Engine:
             self.step_options = options.step_options(self.layout, decoder.dtype)
             self._plans: dict[tuple[bool, int], Plan] = {}
             self.plan = self._plan(trains=True, micro_batches=options.micro_batches)
+            if self._cost_s is not None:
+                self.predicted_step_s = simulate(self.plan, self._cost_s, runs=3).step_s()
             self.state = State(
                 self.layout,
                 device,
@@ -73,8 +80,9 @@ class Engine:
                 ahead=self.step_options.ahead,
                 resident=self.step_options.resident,
             )
-            plans = plans_of(self.layout, options, decoder.dtype)
-            buffers = allocate(plans, self.layout, self._shape, self.state, device)
+            buffers = allocate(
+                listed(self.layout, options, decoder.dtype), self.layout, self._shape, self.state, device
+            )
         except BaseException:
             if self._own_kernels:
                 self.kernels.close()
@@ -89,9 +97,11 @@ class Engine:
         """Decide what is left to be decided: on a device of its own by its memory and short measurements, on the CPU
         without, since nothing is gained there by keeping anything elsewhere."""
         options, decoder, device = self.options, self.decoder, self.device
-        limits = [n for n in (device.free_nbytes(), options.max_gpu_memory) if n is not None]
         if device.kind == "cpu":
             saved = None if options.saved_on_device == "auto" else options.saved_on_device
+            if options.resident == "all":
+                log.warning("placement: resident is for a GPU; on the CPU all memory is the host's, so all is streamed")
+                options = replace(options, resident=())
             self.options = replace(
                 options,
                 saved_on_device=saved,
@@ -105,6 +115,8 @@ class Engine:
             return
         if options.max_gpu_memory is not None:
             device.limit_memory(options.max_gpu_memory)
+        self._free_nbytes = device.free_nbytes()
+        limits = [n for n in (self._free_nbytes, options.max_gpu_memory) if n is not None]
         self.costs = costs = probe(decoder, device, options, self.kernels)
         room = Room(self.layout, options, costs, decoder.hidden_size, decoder.dtype, min(limits))
         self.options = options = place(room)
@@ -112,7 +124,7 @@ class Engine:
         if options.ahead == "auto":
             self.options = replace(options, ahead=auto_ahead(self.layout, options, self.budget, costs))
             self.budget = self._require_fit()
-        self.predicted_step_s = room.step_s(self.options)
+        self._cost_s = cost_of(self.layout, self._shape, costs)
 
     def _require_fit(self) -> Budget:
         decoder = self.decoder
@@ -123,6 +135,7 @@ class Engine:
             dtype=decoder.dtype,
             device_kind=self.device.kind,
             costs=self.costs,
+            free_nbytes=self._free_nbytes,
         )
 
     def _plan(self, *, trains: bool, micro_batches: int) -> Plan:
@@ -201,14 +214,14 @@ class Engine:
         feed = self._feed(batch)
         if feed.num_target_tokens == 0:
             raise BadInput("the batch has no target tokens: every label is -100, or every row is one token long")
-        return self._submit(self._plan(trains=True, micro_batches=len(batch)), Run(feed, lr))
+        return self._submit(self._plan(trains=True, micro_batches=len(batch)), Run(feed, lr, trains=True))
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> tuple[float, int]:
         """(sum of the target tokens' cross entropies, number of target tokens). Changes nothing; blocks."""
         feed = self._feed(batch)
         if feed.num_target_tokens == 0:
             return 0.0, 0
-        result = self._submit(self._plan(trains=False, micro_batches=len(batch)), Run(feed, 0.0))
+        result = self._submit(self._plan(trains=False, micro_batches=len(batch)), Run(feed, 0.0, trains=False))
         return result.loss * feed.num_target_tokens, feed.num_target_tokens
 
     def _feed(self, batch: Sequence[MicroBatch]) -> Feed:
@@ -238,7 +251,7 @@ class Engine:
         return self._host.updates.num_updates
 
     def memory(self) -> dict[str, int]:
-        """Bytes allocated per tier: device buffers, state and page-locked buffers on the host. Terms: `budget`."""
+        """Bytes per tier: on the device, state on the host, page-locked buffers there. Terms: `budget`."""
         b = self.budget
         return {"device": b.device_nbytes, "host_state": b.state_nbytes, "host_buffers": b.host_nbytes - b.state_nbytes}
 

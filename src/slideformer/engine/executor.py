@@ -167,6 +167,7 @@ class Executor:
         """Block until no lane works, whatever has failed. Raises nothing."""
         for mark in [lane.run(_nothing, "idle") for lane in self._lanes.values() if not lane.closed]:
             mark.wait_issued()
+        self.device.settle()
 
     def torn(self) -> bool:
         """Some run has begun to write the state and will not finish. Of lanes that are idle."""

@@ -16,17 +16,22 @@ from slideformer.engine.options import EngineOptions
 from slideformer.errors import DoesNotFit
 from slideformer.layout import Layout
 from slideformer.memory import Budget, Limit, budget, host_limit, resident_nbytes, size
-from slideformer.schedule import Plan, build_evaluation, build_step
+from slideformer.schedule import Plan, evaluation_ops, step_ops
 
 log = logging.getLogger(__name__)
 
 
-def plans_of(layout: Layout, options: EngineOptions, dtype: torch.dtype) -> list[Plan]:
-    """The plans that between them name every buffer an engine needs, not proven: a training step and an evaluation,
-    each with the most micro-batches and with one."""
+def listed(layout: Layout, options: EngineOptions, dtype: torch.dtype) -> list[Plan]:
+    """Programs that between them name every buffer an engine needs, without waits, so not to be run: a training step
+    and an evaluation, each with the most micro-batches and with one."""
     full = options.step_options(layout, dtype)
     counts = sorted({options.micro_batches, 1}, reverse=True)
-    return [build(layout, replace(full, micro_batches=m)) for m in counts for build in (build_step, build_evaluation)]
+    each = [replace(full, micro_batches=m) for m in counts]
+    return [
+        Plan(ops(layout, o), (), trains=ops is step_ops, name="listed")
+        for o in each
+        for ops in (step_ops, evaluation_ops)
+    ]
 
 
 def budget_of(
@@ -38,11 +43,15 @@ def budget_of(
     Pure arithmetic, some milliseconds a block; needs no weights and no device. On the CPU backend both tiers are the
     host's memory: `.on_one_tier()`.
     """
-    found = budget(plans_of(layout, options, dtype), layout, options.batch_shape(hidden_size, dtype))
+    found = budget(listed(layout, options, dtype), layout, options.batch_shape(hidden_size, dtype))
     if costs is not None:
         of_block = dict(zip(layout.blocks, costs.blocks, strict=True))
         kept = () if options.keep == "auto" else options.keep
         found.device["working memory"] = costs.workspace_nbytes
+        if options.sliced_head is True:
+            per_token = 2 * dtype.itemsize + 4  # before and after the final norm, and the fp32 sum of its gradient
+            tokens = options.batch_shape(hidden_size, dtype).tokens
+            found.device["sums of the sliced head"] = per_token * hidden_size * tokens
         if kept:
             found.device["kept for backward"] = options.micro_batches * sum(of_block[u].kept_nbytes for u in kept)
     return found
@@ -56,6 +65,7 @@ def require_fit(
     dtype: torch.dtype,
     device_kind: str,
     costs: Costs | None = None,
+    free_nbytes: int | None = None,
 ) -> Budget:
     """The budget, if it fits; else DoesNotFit with the terms, largest first, and the cheapest changes.
 
@@ -69,13 +79,17 @@ def require_fit(
         return b.on_one_tier() if device_kind == "cpu" else b
 
     given = None if options.max_host_memory is None else Limit(options.max_host_memory, "max_host_memory")
-    device = None if options.max_gpu_memory is None else Limit(options.max_gpu_memory, "max_gpu_memory")
+    limits = [] if options.max_gpu_memory is None else [Limit(options.max_gpu_memory, "max_gpu_memory")]
+    limits += [] if free_nbytes is None else [Limit(free_nbytes, "memory that is free on the GPU")]
+    device = min(limits, default=None)
     machine = host_limit()
     left = Limit(max(machine.nbytes - resident_nbytes(), 0), f"{machine.name} that this process does not use yet")
     host = left if given is None else min(given, left)
 
     def excess_nbytes(trial: EngineOptions) -> int:
-        trial_budget = placed(budget_of(layout, trial, hidden_size=hidden_size, dtype=dtype, costs=costs))
+        share = (trial.micro_batch_size * trial.max_length) / (options.micro_batch_size * options.max_length)
+        scaled = None if costs is None else costs.of_share(share)
+        trial_budget = placed(budget_of(layout, trial, hidden_size=hidden_size, dtype=dtype, costs=scaled))
         return sum(max(over, 0) for over in trial_budget.excess(device, host))
 
     try:
@@ -90,8 +104,7 @@ def require_fit(
 _CHEAPER: tuple[Callable[[EngineOptions], EngineOptions], ...] = (
     lambda o: replace(o, ahead=()),
     lambda o: replace(o, late=()),
-    lambda o: replace(o, keep=()),
-    lambda o: replace(o, resident=()),
+    lambda o: replace(o, resident=(), keep=()),
     lambda o: replace(o, grad_slots=1),
     lambda o: replace(o, saved_on_device=0),
     lambda o: replace(o, window=1),
@@ -121,9 +134,15 @@ _TOGETHER = (
 )
 _CONFIG_KEYS = {
     "saved_on_device": "offload_activations",
+    "resident": "placement",
+    "ahead": "update_ahead",
     "micro_batch_size": "per_device_train_batch_size",
     "micro_batches": "gradient_accumulation_steps",
 }
+
+
+_WORDS = {"saved_on_device": "cpu", "resident": "stream", "ahead": "none"}
+"""What a config says for the value that takes least."""
 
 
 def _advice(options: EngineOptions, excess_nbytes: Callable[[EngineOptions], int]) -> str:
@@ -151,6 +170,6 @@ def _advice(options: EngineOptions, excess_nbytes: Callable[[EngineOptions], int
 def _differences(old: EngineOptions, new: EngineOptions) -> Iterator[str]:
     for name in (f for fields in _TOGETHER for f in fields):
         value = getattr(new, name)
-        if value != getattr(old, name):
-            shown = "cpu" if name == "saved_on_device" else f"{value:g}" if isinstance(value, float) else value
+        if value != getattr(old, name) and name not in ("late", "keep"):  # no user sets these
+            shown = _WORDS.get(name) or (f"{value:g}" if isinstance(value, float) else value)
             yield f"{_CONFIG_KEYS.get(name, name)}: {shown}"

@@ -91,7 +91,19 @@ class EngineOptions:
         kept = () if self.keep == "auto" else set(self.keep) & set(layout.blocks)
         return (len(layout.blocks) - len(kept) + 1) * self.micro_batches
 
+    def _check_units(self, layout: Layout) -> None:
+        given = {name: getattr(self, name) for name in ("ahead", "late", "resident", "keep")}
+        for name, units in given.items():
+            allowed = layout.blocks if name in ("late", "keep") else range(len(layout.units))
+            if isinstance(units, tuple) and (wrong := sorted(set(units) - set(allowed))):
+                kind = "blocks" if name in ("late", "keep") else "units"
+                raise BadInput(f"{name} names {wrong}, must be {kind} of the model, {allowed[0]} to {allowed[-1]}")
+        if isinstance(self.keep, tuple) and isinstance(self.resident, tuple):
+            if wrong := sorted(set(self.keep) - set(self.resident)):
+                raise BadInput(f"keep names {wrong}, which resident does not: only resident blocks keep their graph")
+
     def step_options(self, layout: Layout, dtype: torch.dtype) -> StepOptions:
+        self._check_units(layout)
         num_blocks = len(layout.blocks)
         most = self.most_saved(layout)
         pool = min(self.saved_on_device, most) if isinstance(self.saved_on_device, int) else most

@@ -30,37 +30,40 @@ def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: Hos
 
     Raises DoesNotFit when not even one block runs in the device's memory.
     """
-    rates = Rates(
-        flops=0.0,  # found below: of a block, as it trains
-        link_nbytes=link_rate(device),
-        update_numel=update_rate(kernels, UPDATE_NUMEL),
-        host_nbytes=gather_rate(kernels),
-        device_nbytes=device_rate(device),
-    )
     try:
+        rates = Rates(
+            flops=0.0,  # found below: of a block, as it trains
+            link_nbytes=link_rate(device),
+            update_numel=update_rate(kernels, UPDATE_NUMEL),
+            host_nbytes=gather_rate(kernels),
+            device_nbytes=device_rate(device),
+        )
         trial = _Trial(decoder, device, options)
-        kinds: dict[tuple[object, ...], BlockCost] = {}
-        blocks = []
-        for index, unit in enumerate(decoder.layout.blocks):
-            kind = (decoder.block_kind(index), *(p.shape for p in decoder.layout.units[unit].params))
-            if kind not in kinds:
-                kinds[kind] = trial.block(unit)
-            blocks.append(kinds[kind])
-        try:
-            head_s, loss_s, head_nbytes = trial.head()
-        except torch.OutOfMemoryError:  # then the engine has no room for the whole either
-            head_s, loss_s, head_nbytes = trial.sliced_head()
+        blocks = _blocks(decoder, trial)
+        whole = trial.try_whole_head()
+        head = trial.sliced_head() if whole is None else whole
     except torch.OutOfMemoryError:
         raise DoesNotFit(
             f"one block does not run on the device with {options.micro_batch_size} x {options.max_length} tokens: "
             "lower per_device_train_batch_size or max_length, or raise max_gpu_memory"
         ) from None
-    tokens, numel = (
-        options.micro_batch_size * options.max_length,
-        sum(decoder.layout.units[u].numel for u in decoder.layout.blocks),
-    )
+    tokens, units = options.micro_batch_size * options.max_length, decoder.layout.units
+    numel = sum(units[u].numel for u in decoder.layout.blocks)
     rates = replace(rates, flops=8 * numel * tokens / sum(b.forward_s + b.backward_s for b in blocks))
-    return Costs(rates, tuple(blocks), head_s, loss_s, head_nbytes, measured=True)
+    return Costs(rates, blocks, *head, measured=True, whole_head=whole is not None)
+
+
+def _blocks(decoder: Decoder, trial: _Trial) -> tuple[BlockCost, ...]:
+    """Blocks of one kind, shape and trained parameters take alike."""
+    found: dict[tuple[object, ...], BlockCost] = {}
+    blocks = []
+    for index, unit in enumerate(decoder.layout.blocks):
+        params = decoder.layout.units[unit].params
+        kind = (decoder.block_kind(index), *((p.shape, p.trainable) for p in params))
+        if kind not in found:
+            found[kind] = trial.block(unit)
+        blocks.append(found[kind])
+    return tuple(blocks)
 
 
 class _Trial:
@@ -123,6 +126,13 @@ class _Trial:
             workspace_nbytes=max(again.peak_nbytes, both.peak_nbytes),
             kept_nbytes=kept.held_nbytes,
         )
+
+    def try_whole_head(self) -> tuple[float, float, int] | None:
+        """`head`, or None where it has no room. What the failed try held is free again when this returns."""
+        try:
+            return self.head()
+        except torch.OutOfMemoryError:
+            return None
 
     def head(self) -> tuple[float, float, int]:
         """(seconds with gradients, seconds of the loss alone, working memory), every position with a target."""

@@ -38,6 +38,7 @@ class Run:
 
     feed: Feed
     lr: float
+    trains: bool
     loss: float = 0.0
     grad_norm: float = 0.0
     nonfinite: bool = False

@@ -69,6 +69,9 @@ class SlicedHeadActions:
         reach["loss"].copy_(losses[0])
         for loss in losses[1:]:
             reach["loss"].add_(loss)
+        if not run.trains:  # nobody closes them
+            for cell in reach.cells("state"):
+                cell.value = None
 
     @torch.no_grad()
     def grads(self, reach: Reach, run: Run, op: Op) -> None:

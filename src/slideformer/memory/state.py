@@ -124,7 +124,7 @@ class State:
         """keep_residual: frozen parameters keep their residual plane too (fp32 compute reads it), and a home has its
         master joined. ahead: units with a second copy. resident: units whose state is on the device. Raises DoesNotFit.
         """
-        self.layout, self._kernels = layout, kernels
+        self.layout, self._kernels, self._device = layout, kernels, device
         self.arenas: list[Arena] = []
         self.homes = {unit: self._home(unit, device, keep_residual=keep_residual) for unit in resident}
         streamed = [u for u in range(len(layout.units)) if u not in self.homes]
@@ -190,8 +190,13 @@ class State:
             target: torch.Tensor = getattr(planes, plane)
             assert values.dtype is target.dtype, f"{plane} is {target.dtype}, not {values.dtype}"
             target[offset : offset + values.numel()].copy_(values)
+        self._refresh(unit)
+
+    def _refresh(self, unit: int) -> None:
+        """What lanes read was written on another stream than theirs: it is there before they start."""
         if unit in self.homes:
             self.homes[unit].refresh()
+            self._device.settle()
 
     def _owned(self, unit: int) -> list[Planes]:
         """All copies, so that it does not matter which one is current; what is frozen in one is never written again."""
@@ -212,8 +217,7 @@ class State:
                 planes.weight[begin:end].copy_(weight)
                 residual = planes.residual[begin:end]  # shorter at the frozen end of the unit, which has none
                 residual.copy_(rest[: residual.numel()])
-        if unit in self.homes:
-            self.homes[unit].refresh()
+        self._refresh(unit)
 
     def read(self, unit: int, start: int, stop: int) -> torch.Tensor:
         """Master weights [start, stop) of a unit as a new fp32 [stop - start]. Where there is no residual: the bf16."""

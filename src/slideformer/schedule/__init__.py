@@ -4,9 +4,9 @@ from slideformer.schedule.ahead import choose_ahead
 from slideformer.schedule.check import PlanError, prove
 from slideformer.schedule.ops import Access, Buffer, LaneName, Op, OpKind, Place, Plan, Wait
 from slideformer.schedule.options import StepOptions, Update
-from slideformer.schedule.program import build_evaluation
+from slideformer.schedule.program import build_evaluation, evaluation_ops
 from slideformer.schedule.simulate import Timeline, simulate
-from slideformer.schedule.training import build_step
+from slideformer.schedule.training import build_step, step_ops
 
 __all__ = [
     "Access",
@@ -24,6 +24,8 @@ __all__ = [
     "build_evaluation",
     "choose_ahead",
     "build_step",
+    "evaluation_ops",
     "prove",
     "simulate",
+    "step_ops",
 ]

@@ -17,6 +17,11 @@ from slideformer.schedule.slots import plan_slots
 from slideformer.schedule.waits import derive
 
 
+def evaluation_ops(layout: Layout, options: StepOptions) -> tuple[Op, ...]:
+    """The ops of `build_evaluation` without their waits."""
+    return Program(layout, options).write()
+
+
 def build_evaluation(layout: Layout, options: StepOptions) -> Plan:
     """The plan of one evaluation: losses only; it leaves every state as it was."""
     ops = Program(layout, options).write()

@@ -16,6 +16,11 @@ from slideformer.schedule.sliced_head import SlicedHead
 from slideformer.schedule.waits import derive
 
 
+def step_ops(layout: Layout, options: StepOptions) -> tuple[Op, ...]:
+    """The ops of `build_step` without their waits, in a fraction of the time: for whoever only counts buffers."""
+    return _TrainingProgram(layout, options).write()
+
+
 def build_step(layout: Layout, options: StepOptions) -> Plan:
     """The plan of one training step. Raises ValueError when nothing is trainable or an option is out of range."""
     if layout.train_numel == 0:
