@@ -12,8 +12,9 @@ BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/sli
 quickstart: $(READY)
 	$(VENV)/bin/python examples/quickstart.py
 
+# Two files at a time: a test waits for delays and child processes about as long as it computes.
 test: lint
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
