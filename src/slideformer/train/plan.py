@@ -120,7 +120,7 @@ class RunPlan:
             f"{layout.numel / 1e6:,.1f} M parameters, {layout.train_numel / 1e6:,.1f} M of them trained, "
             f"{len(layout.blocks)} blocks",
             f"{self.device_kind}, {str(self.decoder.dtype).removeprefix('torch.')}, {self.options.update} updates, "
-            f"window of {config.window} blocks: {self._slot_share():.1%} of the weights",
+            f"window of {self._num_slots()} blocks: {self._slot_share():.1%} of the weights",
             *textwrap.wrap(self._placed(), TEXT_WIDTH),
             "",
             *_table("device", self.budget.device),
@@ -147,7 +147,13 @@ class RunPlan:
     def _slot_share(self) -> float:
         """Blocks' slots as a share of all weights."""
         layout = self.decoder.layout
-        return min(self.config.window, len(layout.blocks)) * largest_block_numel(layout) / layout.numel
+        return self._num_slots() * largest_block_numel(layout) / layout.numel
+
+    def _num_slots(self) -> int:
+        """Resident blocks need none."""
+        layout = self.decoder.layout
+        resident = self.options.step_options(layout, self.decoder.dtype).resident
+        return min(self.config.window, len(set(layout.blocks) - set(resident)))
 
 
 def plan_run(
