@@ -16,7 +16,7 @@ from slideformer.engine.fit import budget_of
 from slideformer.engine.options import EngineOptions
 from slideformer.layout import Layout, UnitKind
 from slideformer.memory import home_nbytes
-from slideformer.schedule import build_step, simulate
+from slideformer.schedule import StepOptions, build_step, simulate
 
 MARGIN = 0.04
 """Share of the device's memory that is left to the allocator: it hands out whole pieces, and leaves gaps."""
@@ -24,6 +24,10 @@ MARGIN = 0.04
 TOLERANCE = 1.005
 """Plans that differ by less are alike to the clock; of those the one that leaves most on the device is taken: what does
 not move cannot come late."""
+
+
+LATE_SHARES = ((1, 4), (1, 3), (1, 2), (2, 3), (3, 4))
+"""Blocks out of as many, tried in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +109,6 @@ def _with_late(room: Room, options: EngineOptions) -> EngineOptions:
     return best
 
 
-LATE_SHARES = ((1, 4), (1, 3), (1, 2), (2, 3), (3, 4))
-"""Blocks out of as many, tried in turn."""
-
 Item = tuple[str, int]
 """("saved", how many more), ("resident", unit), ("keep", unit)."""
 
@@ -183,3 +184,18 @@ def _resident_nbytes(room: Room, unit: int) -> int:
         weights = 0 if layout_unit.kind is UnitKind.TABLE and not room.layout.tied else layout_unit.numel
         return nbytes - weights * room.dtype.itemsize
     return nbytes + (layout_unit.train_numel * room.dtype.itemsize if room.options.update == "deferred" else 0)
+
+
+def placed(layout: Layout, chosen: StepOptions) -> str:
+    """What is on the device, for people."""
+    streamed = set(layout.blocks) - set(chosen.resident)
+    parts = [f"{min(chosen.window, len(streamed))} of {len(layout.blocks)} blocks at a time"] if streamed else []
+    parts.append(f"the state of {len(chosen.resident)} of {len(layout.units)} units")
+    parts.append(f"{chosen.hidden_pool} saved inputs")
+    if chosen.keep:
+        parts.append(f"what {len(chosen.keep)} blocks keep for backward")
+    if chosen.late:
+        parts.append(f"late gradients of {len(chosen.late)} blocks")
+    if chosen.sliced_head:
+        parts.append("the output projection in slices")
+    return ", ".join(parts)

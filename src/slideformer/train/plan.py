@@ -11,7 +11,7 @@ from slideformer.config import TrainConfig
 from slideformer.device.cuda import cuda_available
 from slideformer.engine import EngineOptions, budget_of, require_fit
 from slideformer.engine.costs import ASSUMED, Costs, Rates, assumed, cost_of, largest_block_numel
-from slideformer.engine.placement import Room, place
+from slideformer.engine.placement import Room, place, placed
 from slideformer.memory import Budget, size
 from slideformer.model.decoder import Decoder
 from slideformer.schedule import Timeline, build_step, prove, simulate
@@ -96,21 +96,6 @@ class RunPlan:
         length = JOINED_RUNS * self.timeline.step_s()
         return {lane: min(seconds / length, 1.0) for lane, seconds in total.items() if seconds}
 
-    def _placed(self) -> str:
-        found, layout = self.placement(), self.decoder.layout
-        counts = {name: len(units) for name, units in found.items() if isinstance(units, list)}
-        parts = [
-            f"the state of {counts['resident']} of {len(layout.units)} units",
-            f"{found['hidden_states']} saved inputs",
-        ]
-        if counts["keep"]:
-            parts.append(f"what {counts['keep']} blocks keep for backward")
-        if counts["late"]:
-            parts.append(f"late gradients of {counts['late']} blocks")
-        if found["sliced_head"]:
-            parts.append("the output projection in slices")
-        return "on the device beside the window: " + ", ".join(parts)
-
     def text(self) -> str:
         """For people, within 80 columns."""
         layout, config = self.decoder.layout, self.config
@@ -121,7 +106,7 @@ class RunPlan:
             f"{len(layout.blocks)} blocks",
             f"{self.device_kind}, {str(self.decoder.dtype).removeprefix('torch.')}, {self.options.update} updates, "
             f"window of {self._num_slots()} blocks: {self._slot_share():.1%} of the weights",
-            *textwrap.wrap(self._placed(), TEXT_WIDTH),
+            *textwrap.wrap(f"on the device: {self._placed()}", TEXT_WIDTH),
             "",
             *_table("device", self.budget.device),
             "",
@@ -143,6 +128,9 @@ class RunPlan:
                 "for updates ahead of clipping: not counted here.",
             ]
         return "\n".join(lines)
+
+    def _placed(self) -> str:
+        return placed(self.decoder.layout, self.options.step_options(self.decoder.layout, self.decoder.dtype))
 
     def _slot_share(self) -> float:
         """Blocks' slots as a share of all weights."""

@@ -18,6 +18,7 @@ from slideformer.config import TrainConfig
 from slideformer.data import Batches, Codec, Dataset, evaluation_sets, require_vocabulary, training_batches
 from slideformer.device import Device, open_device
 from slideformer.engine import Engine
+from slideformer.engine.placement import placed
 from slideformer.errors import BadInput, RunFailed
 from slideformer.model.decoder import Decoder
 from slideformer.model.folder import save_model
@@ -359,10 +360,10 @@ def _tell_start(work: Work, console: Console) -> None:
     rows, micro = config.per_device_train_batch_size, config.gradient_accumulation_steps
     console.note(
         f"{engine.layout.numel / 1e6:.1f} M parameters, {engine.layout.train_numel / 1e6:.1f} M of them trained, "
-        f"on {work.device.kind} in {str(engine.decoder.dtype).removeprefix('torch.')}, {config.window} of "
-        f"{len(engine.layout.blocks)} blocks on the device at a time, {config.update_program} updates "
+        f"on {work.device.kind} in {str(engine.decoder.dtype).removeprefix('torch.')}, {config.update_program} updates "
         f"({engine.kernels.isa}, {engine.kernels.threads} threads)"
     )
+    console.note(f"on the device: {placed(engine.layout, engine.step_options)}")
     console.note(
         f"{work.num_steps} steps of {rows} x {micro} = {rows * micro} sequences of up to {config.max_length} tokens"
         f", {work.batches.steps_per_epoch} steps an epoch"
