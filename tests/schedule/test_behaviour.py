@@ -74,7 +74,10 @@ def test_weights_cross_the_link_once_a_pass_however_many_micro_batches(case: Cas
     others = [u for u in range(len(case.layout.units)) if u not in case.layout.blocks and (u or case.layout.tied)]
     others = [u for u in others if u not in case.options.resident]
     dense = Counter((op.unit, op.tile) for op in case.plan.ops if op.kind is OpKind.UPLOAD) - counts
-    assert dense == Counter((u, t.index) for u in others for t in case.layout.tiles(u))
+    once = Counter((u, t.index) for u in others for t in case.layout.tiles(u))
+    if case.options.sliced_head:  # there and back; the last two are still there when it turns
+        once += Counter((case.layout.output, t.index) for t in case.layout.tiles(case.layout.output)[:-2])
+    assert dense == once
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 5])
