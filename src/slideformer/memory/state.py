@@ -163,25 +163,25 @@ class State:
 
     def _current(self, unit: int) -> Planes:
         if unit in self.homes:
-            return Planes(*(plane.cpu() for plane in self.homes[unit].planes))
+            return self.homes[unit].planes
         twin = self.twins.get((unit, 0))
         return self._copies[unit][0 if twin is None else twin.index]
 
     @property
     def weight(self) -> list[torch.Tensor]:
-        return [self._current(u).weight for u in range(len(self.layout.units))]
+        return [self._current(u).weight.cpu() for u in range(len(self.layout.units))]
 
     @property
     def residual(self) -> list[torch.Tensor]:
-        return [self._current(u).residual for u in range(len(self.layout.units))]
+        return [self._current(u).residual.cpu() for u in range(len(self.layout.units))]
 
     @property
     def moments(self) -> list[Moments]:
-        return [Moments(*self._current(u)[2:]) for u in range(len(self.layout.units))]
+        return [Moments(*(m.cpu() for m in self._current(u)[2:])) for u in range(len(self.layout.units))]
 
     def planes(self, unit: int) -> Planes:
-        """The unit's current state itself; of a resident unit, a copy on the host. Residuals and moments end where the
-        trained part ends."""
+        """The unit's current state itself, where it lies: of a resident unit on the device. Residuals and moments end
+        where the trained part ends."""
         return self._current(unit)
 
     def restore(self, unit: int, plane: PlaneName, offset: int, values: torch.Tensor) -> None:
@@ -221,7 +221,7 @@ class State:
 
     def read(self, unit: int, start: int, stop: int) -> torch.Tensor:
         """Master weights [start, stop) of a unit as a new fp32 [stop - start]. Where there is no residual: the bf16."""
-        whole = self.homes[unit].planes if unit in self.homes else self._current(unit)
+        whole = self._current(unit)
         weight, residual = (plane[start:stop].cpu() for plane in (whole.weight, whole.residual))
         out = weight.float()
         if residual.numel():

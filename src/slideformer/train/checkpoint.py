@@ -178,7 +178,7 @@ def nbytes_of(layout: Layout, planes_nbytes: int) -> int:
 
 def _tensors(layout: Layout, index: int, planes: Planes) -> list[tensorfile.Writing]:
     def reader(tensor: torch.Tensor, offset: int) -> Callable[[int, int], torch.Tensor]:
-        return lambda start, stop: tensor[offset + start : offset + stop]
+        return lambda start, stop: tensor[offset + start : offset + stop].cpu()  # of a resident unit: piece by piece
 
     return [
         tensorfile.Writing(name, tensor.dtype, param.shape, param.numel, reader(tensor, offset))
