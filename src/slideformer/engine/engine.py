@@ -165,7 +165,7 @@ class Engine:
         return self.state.read(unit, start, stop)
 
     def planes(self, unit: int) -> Planes:
-        """The unit's state itself, where it lies, no copy: to be read before the next step. Waits and raises as `read`."""
+        """The unit's state where it lies, no copy: to be read before the next step. Waits and raises as `read`."""
         self._require_whole()
         return self.state.planes(unit)
 
