@@ -163,6 +163,12 @@ def test_a_plan_for_a_gpu_spills_what_max_gpu_memory_leaves_no_room_for(slidefor
     assert fewer["host"]["saved inputs"] > 0 and "saved inputs" not in most["host"]
 
 
+def test_a_tile_that_cuts_a_model_to_dust_is_refused(slideformer, yaml_for) -> None:
+    done = slideformer("plan", yaml_for(tile_numel=1))
+    assert done.returncode == 2
+    assert "tile_numel is 1" in done.stderr and "use at least" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_plan_for_a_gpu_says_what_it_places_there(slideformer, yaml_for) -> None:
     shown = slideformer("plan", yaml_for(device="cuda", max_gpu_memory="1GiB")).stdout
     assert "the state of 6 of 6 units" in shown.replace("\n", " "), shown

@@ -9,8 +9,13 @@ import torch
 
 from slideformer.config import TrainConfig
 from slideformer.engine import EngineOptions
+from slideformer.errors import BadInput
 from slideformer.model.decoder import Decoder, PretrainedConfig
 from slideformer.model.folder import read_config
+
+MOST_TILES = 1 << 16
+"""A plan has several ops a tile and lies in memory as a whole: 2 million tiles took 14 GB and minutes (135 M parameters
+in tiles of 64; 2-core virtual machine, 2026-11-30)."""
 
 
 def compute_dtype(config: TrainConfig, device_kind: str) -> torch.dtype:
@@ -26,7 +31,7 @@ def build_decoder(
 
     model_config: of a model that comes from elsewhere.
     """
-    return Decoder(
+    decoder = Decoder(
         model_config or read_config(Path(config.model_name_or_path)),
         dtype=compute_dtype(config, device_kind),
         tile_numel=config.tile_numel,
@@ -36,6 +41,14 @@ def build_decoder(
         kernels=config.kernels,
         device=device,
     )
+    tiles = sum(-(-unit.numel // config.tile_numel) for unit in decoder.layout.units)
+    if tiles > MOST_TILES:
+        least = -(-decoder.layout.numel // MOST_TILES)
+        raise BadInput(
+            f"tile_numel is {config.tile_numel}, which cuts the model's {decoder.layout.numel:,} parameters into "
+            f"{tiles:,} tiles; there may be {MOST_TILES:,}: use at least {2 * least:,}, or leave it out"
+        )
+    return decoder
 
 
 def engine_options(config: TrainConfig) -> EngineOptions:
