@@ -207,3 +207,10 @@ def test_max_samples_stops_reading(write_rows) -> None:
     path = write_rows({"text": "a"}, {"text": "b"}, "broken")
     source = open_source(DatasetSpec(path=str(path)), text_field="text", max_rows=2)
     assert [row.number for row in source.rows()] == [1, 2]
+
+
+def test_a_file_that_the_system_will_not_read_is_bad_input(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.symlink_to("/proc/self/mem")  # a regular file whose first page cannot be read, by root neither
+    with pytest.raises(BadInput, match=r"the data file .*rows\.jsonl cannot be read"):
+        open_source(DatasetSpec(path=str(path)), text_field="text").identity()

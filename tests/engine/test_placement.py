@@ -117,9 +117,9 @@ def test_units_that_do_not_exist_are_refused_with_a_sentence(changes, sentence):
 
 
 def test_placement_on_the_cpu_is_told_that_it_has_no_meaning(caplog):
-    with engine_on(toy_decoder(), toy_options(resident="all")) as engine:
+    with engine_on(toy_decoder(), toy_options(resident="all", max_gpu_memory=2**20)) as engine:
         assert engine.step_options.resident == ()
-    assert "placement: resident is for a GPU" in caplog.text
+    assert "placement: resident is for a GPU" in caplog.text and "max_gpu_memory limits a GPU" in caplog.text
 
 
 @pytest.mark.parametrize("program", [EAGER, {"update": "deferred"}], ids=["eager", "deferred"])

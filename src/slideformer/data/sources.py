@@ -61,8 +61,11 @@ class RowSource:
         for path in self.files:
             if not path.is_file():
                 raise BadInput(f"the data file {path} does not exist")
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+            try:
+                with path.open("rb") as file:
+                    content = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+            except OSError as error:
+                raise BadInput(f"the data file {path} cannot be read: {error.strerror or error}") from None
             total.update(f"{path}\n".encode() + content.digest())
         return total.hexdigest()
 

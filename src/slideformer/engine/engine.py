@@ -102,6 +102,8 @@ class Engine:
             if options.resident == "all":
                 log.warning("placement: resident is for a GPU; on the CPU all memory is the host's, so all is streamed")
                 options = replace(options, resident=())
+            if options.max_gpu_memory is not None:
+                log.warning("max_gpu_memory limits a GPU; on the CPU max_host_memory limits everything")
             self.options = replace(
                 options,
                 saved_on_device=saved,

@@ -93,7 +93,7 @@ def _candidates(config: TrainConfig, maths: dict[str, JsonValue], console: Conso
             raise BadInput(f"resume_from_checkpoint: {asked} is no complete checkpoint: {error}") from None
     else:
         found = _complete(parent, console if asked else None)
-    if not asked and found and config.save_strategy != "no":
+    if not asked and found:
         raise BadInput(
             f"{parent} has checkpoints of an earlier run, the newest {found[0].folder.name}: go on from it with "
             "resume_from_checkpoint: auto, remove them, or choose another output_dir"
