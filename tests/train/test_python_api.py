@@ -96,6 +96,10 @@ def test_a_module_is_read_and_given_its_trained_weights(trainer_for, config_for,
     for name, tensor in module.state_dict().items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
         torch.testing.assert_close(saved[name], expected[name], rtol=0, atol=0, msg=name)
+    ids = torch.arange(20, 40)[None]
+    with torch.no_grad():
+        reloaded = AutoModelForCausalLM.from_pretrained(config.output_dir).eval()
+        assert torch.equal(reloaded(ids).logits, module.eval()(ids).logits)
     again = AutoTokenizer.from_pretrained(tmp_path / "module")
     assert again.chat_template == tokenizer.chat_template
 

@@ -66,7 +66,7 @@ class Room:
 
 
 def place(room: Room) -> EngineOptions:
-    """The options with everything decided that was "auto": resident, keep, saved_on_device.
+    """The options with everything decided that was "auto": resident, keep, saved_on_device, late, sliced_head.
 
     What was given stays as it is. Where not even the window fits, nothing is placed beside it.
     """

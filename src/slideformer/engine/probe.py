@@ -1,7 +1,7 @@
 """Runs one block of each kind and the head once on the device, with weights of no meaning, to see what they take.
 
-A model's own code decides how long a block runs and what it keeps for backward; no formula knows. A second of
-measuring, before anything large is allocated, gives the plan's clock and its working memory.
+A model's own code decides how long a block runs and what it keeps for backward; no formula knows. A few
+seconds of measuring, before anything large is allocated, give the plan's clock and its working memory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from slideformer.native import HostKernels
 
 SCALE = 0.02  # of random weights: activations stay finite through one block
 NUM_ROWS = 1024  # of the table that the random tokens come from
-UPDATE_NUMEL = 1 << 26  # 1.7 GB of state and gradient: the rate of memory, not of caches
+UPDATE_NUMEL = 1 << 26  # 0.94 GB of state and gradient: the rate of memory, not of caches
 
 
 def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: HostKernels) -> Costs:
-    """Costs of full micro-batches on this device, measured. Takes a second or two and gives all its memory back.
+    """Costs of full micro-batches on this device, measured. Takes some seconds and gives all its memory back.
 
     Raises DoesNotFit when not even one block runs in the device's memory.
     """
