@@ -149,10 +149,8 @@ def _fill(room: Room, base: EngineOptions, order: list[Item]) -> EngineOptions:
             nbytes = base.micro_batches * of_block[which].kept_nbytes
             if which not in resident:
                 continue
-        if nbytes > left:
-            if what == "saved":
-                continue
-            break
+        if nbytes > left:  # a smaller one of another kind may still fit
+            continue
         left -= nbytes
         taken.append(((what, which), nbytes))
         if what == "resident":
