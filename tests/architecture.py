@@ -40,7 +40,7 @@ ONLY_IN = {
     "triton": r"kernels/",
     "transformers": r"model/|data/|train/schedule\.py",
     "torch.cuda": r"device/cuda\.py",
-    "torch": r"(?!layout\.py|config\.py|errors\.py|schedule/|cli/__init__\.py)",
+    "torch": r"(?!layout\.py|config/|errors\.py|schedule/|cli/__init__\.py)",
 }
 """Library: where it may be imported or named (a pattern for the path inside the package)."""
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from slideformer.config import TrainConfig
-from slideformer.dataset_settings import DatasetSpec
+from slideformer.config import DatasetSpec, TrainConfig
 
 MINIMAL = {"model_name_or_path": "model", "dataset": "rows.jsonl"}
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from slideformer.cli.config_file import load_config
+from slideformer.config import COLUMNS
 from slideformer.data.files import READERS
 from slideformer.data.formats import NEEDED, RowFormat, _layout, parse_row
 from slideformer.data.rows import RawRow
-from slideformer.dataset_settings import COLUMNS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 

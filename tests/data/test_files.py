@@ -12,11 +12,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from slideformer.config import DatasetSpec
 from slideformer.data import files
 from slideformer.data.files import files_of, read_file
 from slideformer.data.rows import Block
 from slideformer.data.sources import open_source
-from slideformer.dataset_settings import DatasetSpec
 from slideformer.errors import BadInput
 
 ROWS = [{"prompt": "a", "completion": "ä"}, {"prompt": 'say "b", twice', "completion": "b\nb"}]

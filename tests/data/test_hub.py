@@ -8,9 +8,9 @@ import sys
 import datasets
 import pytest
 
+from slideformer.config import DatasetSpec
 from slideformer.data.dataset import load_dataset, training_batches
 from slideformer.data.sources import open_source
-from slideformer.dataset_settings import DatasetSpec
 from slideformer.errors import BadInput
 
 ROWS = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(4)]

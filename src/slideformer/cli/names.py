@@ -11,8 +11,7 @@ from reprlib import Repr
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from slideformer.config import TrainConfig
-from slideformer.dataset_settings import DatasetSpec
+from slideformer.config import DatasetSpec, TrainConfig
 from slideformer.errors import BadInput
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from slideformer import __version__
-from slideformer.config import TrainConfig
+from slideformer.config import DatasetSpec, TrainConfig
 from slideformer.data import cache
 from slideformer.data.batches import Batches, EvaluationBatches, MicroBatch, Source, shuffled
 from slideformer.data.encode import EncodingRules
@@ -23,7 +23,6 @@ from slideformer.data.sources import Rows, RowSource, open_source
 from slideformer.data.stream import Stream, StreamedBatches
 from slideformer.data.tokenizer import Codec
 from slideformer.data.workers import Encoder, encode_all
-from slideformer.dataset_settings import DatasetSpec
 from slideformer.errors import BadInput
 
 TRAINING = "training"  # the role of rows that are trained on, in reports

@@ -1,7 +1,4 @@
-"""What a user says of one dataset, in all the ways that people write it, and the rules of the settings for data.
-
-Part of `config`, which holds the fields. Standard library and pydantic only.
-"""
+"""Settings of the data, and what a user says of one dataset, in all the ways that people write it."""
 
 from __future__ import annotations
 
@@ -9,7 +6,9 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
+
+from slideformer.config.values import Settings
 
 FormatName = Literal["auto", "messages", "sharegpt", "prompt_completion", "alpaca", "tokens", "text"]
 FORMAT_ALIASES = {
@@ -76,37 +75,33 @@ def _as_spec(item: object) -> object:
     return {"path": item} if isinstance(item, str) else item
 
 
-def data_rules(
-    *,
-    streaming: bool,
-    max_steps: int,
-    val_size: float,
-    has_eval_dataset: bool,
-    eval_strategy: str,
-    save_strategy: str,
-) -> list[tuple[bool, str]]:
-    """Rules between the fields for data, as (is it broken, what to say)."""
-    strategies = {"eval_strategy": eval_strategy, "save_strategy": save_strategy}
-    epochs = [key for key, strategy in strategies.items() if strategy == "epoch"]
-    return [
-        (
-            streaming and max_steps < 0,
-            "streaming is true, so nobody knows how many rows there are: set max_steps",
-        ),
-        (
-            streaming and val_size > 0,
-            "streaming is true, so val_size cannot be taken out of the rows: give eval_dataset",
-        ),
-        (
-            streaming and bool(epochs),
-            f"streaming is true, so there are no epochs, but {' and '.join(epochs)} is epoch: set it to steps",
-        ),
-        (
-            has_eval_dataset and val_size > 0,
-            "eval_dataset and val_size are both given: evaluate on files, or on rows taken from the training rows",
-        ),
-        (
-            val_size >= 1 and not float(val_size).is_integer(),
-            f"val_size is {val_size:g}: give a number of rows, or a share below 1",
-        ),
-    ]
+class DataSettings(Settings):
+    """What it is trained on."""
+
+    dataset: tuple[DatasetSpec, ...] = ()
+    dataset_text_field: str = "text"
+    eval_dataset: dict[str, DatasetSpec] = {}  # by name; the metric is eval_NAME_loss, eval_loss for the name ""
+    val_size: float = Field(0, ge=0)  # rows taken from the training rows; a share of them below 1
+    max_length: int = Field(2048, ge=2)
+    excess_length_strategy: Literal["drop", "truncate", "raise"] = "truncate"
+    assistant_only_loss: bool = True
+    completion_only_loss: bool = True
+    packing: bool = False  # several samples a row, none of which sees another
+    chat_template: str | None = None  # a jinja file; null: the tokenizer's own
+    chat_template_kwargs: dict[str, JsonValue] = {}  # further variables of the template: {enable_thinking: false}
+    max_samples: int | None = Field(None, ge=1)  # rows that are read of each dataset
+    streaming: bool = False  # rows are read and encoded as they are needed; needs max_steps
+    shuffle_buffer_size: int = Field(1000, ge=1)  # samples that are shuffled, and packed, at a time when streaming
+    dataset_num_proc: int | None = Field(None, ge=1)  # processes that encode rows; null: this one
+    dataset_cache_dir: str | None = "auto"  # encoded rows are kept there; auto: ~/.cache/slideformer; null: nowhere
+    strict: bool = False  # a row that cannot be used is an error, instead of counted and left out
+
+    @field_validator("dataset", mode="before")
+    @classmethod
+    def _one_dataset(cls, value: object) -> object:
+        return as_specs(value)
+
+    @field_validator("eval_dataset", mode="before")
+    @classmethod
+    def _one_eval_dataset(cls, value: object) -> object:
+        return as_named_specs(value)

@@ -1,0 +1,32 @@
+"""Settings of the machine: what runs where, and what it may take."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from slideformer.config.values import Settings, as_nbytes
+
+
+class MachineSettings(Settings):
+    """What runs where, and what it may take."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    bf16: Literal["auto"] | bool = "auto"  # auto: on a GPU yes, on a CPU no (fp32 is faster there on most of them)
+    window: int = Field(2, ge=1)  # blocks on the device at a time
+    tile_numel: int = Field(16 * 2**20, ge=1)  # elements of one transfer and update; 32 MiB as bf16
+    grad_slots: int = Field(2, ge=1)
+    ring: int = Field(4, ge=2)  # staging buffers of one tile
+    offload_activations: Literal["auto", "cpu", "none"] = "auto"  # auto: what the device has no room for
+    update_ahead: Literal["auto", "none"] = "auto"  # second copies of some state, where clipping would cost time
+    placement: Literal["auto", "stream", "resident"] = "auto"  # auto: on a GPU what has room there and is fastest
+    max_gpu_memory: int | None = Field(None, ge=1)
+    max_host_memory: int | None = Field(None, ge=1)
+    ignore_memory_limits: bool = False  # warn instead of ending where a limit will be exceeded
+    cpu_threads: int | None = Field(None, ge=1)
+
+    @field_validator("max_gpu_memory", "max_host_memory", mode="before")
+    @classmethod
+    def _size(cls, value: object) -> object:
+        return as_nbytes(value)
