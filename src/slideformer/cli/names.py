@@ -11,7 +11,7 @@ from reprlib import Repr
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from slideformer.config import DatasetSpec, TrainConfig
+from slideformer.config import DatasetSpec, DiskSettings, GenerationSettings, TrainConfig
 from slideformer.errors import BadInput
 
 
@@ -38,6 +38,11 @@ def _dtype_as_bf16(value: object) -> object:
 
 def _not(value: object) -> object:
     return not value if isinstance(value, bool) else value
+
+
+def _nvme(value: object) -> object:
+    """ac_offload_nvme: true is nvme; false asks for nothing in particular. A number is a share."""
+    return {True: "nvme", False: "auto"}[value] if isinstance(value, bool) else value
 
 
 def _liger_as_kernels(value: object) -> object:
@@ -103,6 +108,9 @@ ALIASES: dict[str, str] = {
     "resume": "resume_from_checkpoint",
     "out_dir": "output_dir",
     "force": "ignore_memory_limits",
+    "nvme_offload_fraction": "offload_optimizer",
+    "nvme_path": "offload_dir",
+    "ac_offload_nvme": "offload_activations",
 }
 CONVERTED: dict[str, Callable[[object], object]] = {
     "train_on_inputs": _not,
@@ -111,6 +119,7 @@ CONVERTED: dict[str, Callable[[object], object]] = {
     "torch_dtype": _dtype_as_bf16,
     "dtype": _dtype_as_bf16,
     "use_liger_kernel": _liger_as_kernels,
+    "ac_offload_nvme": _nvme,
 }
 REQUIRED = ("model_name_or_path", "dataset")
 NEVER = {
@@ -118,11 +127,7 @@ NEVER = {
     "trust_remote_code": "code that comes with a model is never run; model classes that transformers has are trained",
 }
 NOT_YET = frozenset(
-    (
-        *("num_workers", "dataloader_num_workers"),
-        *("offload_dir",),
-        *("offload_optimizer", "nvme_offload_fraction", "ac_offload_nvme"),
-    )
+    ("num_workers", "dataloader_num_workers", *DiskSettings.model_fields, *GenerationSettings.model_fields)
 )
 
 
@@ -162,11 +167,11 @@ def resolve(*sources: Sequence[Setting]) -> Resolved:
 def _canonical(setting: Setting) -> str:
     if setting.key in TrainConfig.model_fields:
         return setting.key
-    if setting.key in ALIASES:
+    if ALIASES.get(setting.key) in TrainConfig.model_fields:
         return ALIASES[setting.key]
     if setting.key in NEVER:
         raise BadInput(f"{setting.where}: {setting.key}: {NEVER[setting.key]}")
-    if setting.key in NOT_YET:
+    if ALIASES.get(setting.key, setting.key) in NOT_YET:
         raise BadInput(f"{setting.where}: {setting.key} is not available in this version: leave it out")
     near = get_close_matches(setting.key, [*TrainConfig.model_fields, *ALIASES], n=1)
     hint = f": did you mean {near[0]}?" if near else f"; known keys: {', '.join(TrainConfig.model_fields)}"

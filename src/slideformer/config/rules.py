@@ -5,10 +5,15 @@ from __future__ import annotations
 from os.path import abspath
 from typing import TYPE_CHECKING
 
+from slideformer.config.disk import DiskSettings
+from slideformer.config.generation import GenerationSettings
 from slideformer.config.optimizer import FOLLOWS_A_METRIC, WITH_A_FLOOR, WITHOUT_WARMUP
 
 if TYPE_CHECKING:
     from slideformer.config.train_config import TrainConfig
+
+OFFLOADED = ("offload_optimizer", "offload_weights", "offload_activations")
+NOT_ON_DISK = ("auto", "cpu", "none", 0)
 
 
 def rules(config: TrainConfig) -> list[tuple[bool, str]]:
@@ -20,6 +25,8 @@ def rules(config: TrainConfig) -> list[tuple[bool, str]]:
         *_of_moments(config, has_eval),
         *_of_the_schedule(config),
         *_of_the_best(config),
+        *(_of_the_disk(config) if isinstance(config, DiskSettings) else ()),
+        *(_of_generation(config) if isinstance(config, GenerationSettings) else ()),
         (
             config.update == "eager" and config.max_grad_norm > 0,
             "update: eager cannot clip (it updates before the norm is known), and "
@@ -34,7 +41,7 @@ def rules(config: TrainConfig) -> list[tuple[bool, str]]:
             "warmup_ratio and warmup_steps are both given: keep one",
         ),
         (
-            bool(config.model_name_or_path) and abspath(config.output_dir) == abspath(config.model_name_or_path),
+            _same(config.output_dir, config.model_name_or_path),
             f"output_dir is the model's own folder, {config.output_dir}, which it would overwrite: choose another",
         ),
     ]
@@ -141,3 +148,48 @@ def _of_the_best(config: TrainConfig) -> list[tuple[bool, str]]:
             + "save_steps to eval_steps or a multiple of it",
         ),
     ]
+
+
+def _of_the_disk(config: DiskSettings) -> list[tuple[bool, str]]:
+    used = [name for name in OFFLOADED if getattr(config, name) not in NOT_ON_DISK]
+    said = f"{used[0]} is {getattr(config, used[0])}" if used else ""
+    return [
+        (
+            bool(used) and not config.offload_dir,
+            f"{said}, but offload_dir is not given: name a folder on a local NVMe disk, which will be written to a lot",
+        ),
+        (
+            bool(used) and config.placement == "resident",
+            f"{said}, but placement: resident keeps everything on the device: drop one of them",
+        ),
+        (
+            config.offload_dir == "",
+            "offload_dir is empty: name a folder on a local NVMe disk, or leave it out",
+        ),
+        (
+            config.max_disk_writes is not None and not used,
+            "max_disk_writes is given, but nothing lies on the disk: set offload_optimizer, offload_weights or "
+            + "offload_activations, or drop it",
+        ),
+        (
+            bool(used) and _same(config.offload_dir, config.model_name_or_path),
+            f"offload_dir is the model's own folder, {config.offload_dir}: choose another",
+        ),
+    ]
+
+
+def _of_generation(config: GenerationSettings) -> list[tuple[bool, str]]:
+    return [
+        (
+            config.generate_steps > 0 and not config.generate_prompts,
+            f"generate_steps is {config.generate_steps}, but there is nothing to go on from: give generate_prompts",
+        ),
+        (
+            bool(config.generate_prompts) and not config.generate_steps,
+            "generate_prompts is given, but generate_steps is 0: say after how many steps",
+        ),
+    ]
+
+
+def _same(path: str | None, other: str) -> bool:
+    return bool(path and other) and abspath(path) == abspath(other)

@@ -1,0 +1,51 @@
+"""Settings of the disk tier: what of a run's state lies on NVMe, where, and how much may be written there."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from slideformer.config.values import Settings, as_nbytes
+
+Share = Annotated[float, Field(ge=0, le=1)]  # of the bytes that would lie on the host
+
+
+class DiskSettings(Settings):
+    """What lies on the disk. cpu: nothing of it, nvme: all of it, a number: that share."""
+
+    offload_optimizer: Literal["cpu", "nvme"] | Share = "cpu"  # both moments: 8 bytes a parameter
+    offload_weights: Literal["cpu", "nvme"] | Share = "cpu"  # both planes of the masters: 4 bytes a parameter
+    offload_activations: Literal["auto", "cpu", "nvme", "none"] | Share = "auto"  # saved inputs; auto, cpu: no disk
+    offload_dir: str | None = None  # a folder on the disk; what is put there is removed at the end
+    keep_offload_dir: bool = False  # leave it there
+    disk_tbw: float | None = Field(None, gt=0)  # terabytes that the disk may be written by its maker's word
+    max_disk_writes: int | None = Field(None, ge=1)  # bytes that this run may write to the disk tier; then it stops
+
+    @field_validator("max_disk_writes", mode="before")
+    @classmethod
+    def _size(cls, value: object) -> object:
+        return as_nbytes(value)
+
+    @property
+    def optimizer_on_disk(self) -> float:
+        """The share of the moments that lies on the disk, 0 to 1."""
+        return _on_disk(self.offload_optimizer)
+
+    @property
+    def weights_on_disk(self) -> float:
+        """The share of the masters' planes that lies on the disk, 0 to 1."""
+        return _on_disk(self.offload_weights)
+
+    @property
+    def activations_on_disk(self) -> float:
+        """The share of the saved inputs without room on the device that goes to the disk, 0 to 1."""
+        return _on_disk(self.offload_activations)
+
+    @property
+    def uses_disk(self) -> bool:
+        return max(self.optimizer_on_disk, self.weights_on_disk, self.activations_on_disk) > 0
+
+
+def _on_disk(value: str | float) -> float:
+    return {"nvme": 1.0}.get(value, 0.0) if isinstance(value, str) else value

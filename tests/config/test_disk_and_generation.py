@@ -1,0 +1,79 @@
+"""What the settings of the disk tier and of generated samples take and refuse, as parts of a config."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from slideformer.config import DiskSettings, GenerationSettings, TrainConfig
+
+MINIMAL = {"model_name_or_path": "model", "dataset": "rows.jsonl"}
+
+
+class Whole(GenerationSettings, DiskSettings, TrainConfig):
+    """TrainConfig with both."""
+
+
+def make(**fields: object) -> Whole:
+    return Whole.model_validate({**MINIMAL, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "shares"),
+    [
+        ({}, (0, 0, 0)),
+        ({"offload_optimizer": "cpu", "offload_activations": "none"}, (0, 0, 0)),
+        ({"offload_optimizer": "nvme", "offload_dir": "d"}, (1, 0, 0)),
+        ({"offload_optimizer": 0.25, "offload_weights": "0.5", "offload_dir": "d"}, (0.25, 0.5, 0)),
+        ({"offload_optimizer": 0, "offload_weights": 1, "offload_dir": "d"}, (0, 1, 0)),
+        ({"offload_activations": "nvme", "offload_dir": "d"}, (0, 0, 1)),
+        ({"offload_activations": 0.75, "offload_dir": "d"}, (0, 0, 0.75)),
+    ],
+)
+def test_what_lies_on_the_disk_is_a_tier_or_a_share(fields, shares) -> None:
+    config = make(**fields)
+    assert (config.optimizer_on_disk, config.weights_on_disk, config.activations_on_disk) == shares
+    assert config.uses_disk == any(shares)
+
+
+def test_sizes_and_endurance_are_as_people_write_them() -> None:
+    config = make(offload_optimizer="nvme", offload_dir="d", disk_tbw="600", max_disk_writes="2TB")
+    assert (config.disk_tbw, config.max_disk_writes) == (600.0, 2 * 10**12)
+    assert Whole.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("written", "means"),
+    [(["Once", "2+2="], ("Once", "2+2=")), ("prompts.txt", "prompts.txt"), (["one"], ("one",))],
+)
+def test_prompts_are_a_list_or_a_file(written, means) -> None:
+    assert make(generate_steps=5, generate_prompts=written).generate_prompts == means
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"offload_optimizer": "nvme"}, "offload_optimizer is nvme, but offload_dir is not given: name a folder on a"),
+        ({"offload_weights": 0.5}, "offload_weights is 0.5, but offload_dir is not given"),
+        ({"offload_activations": "nvme"}, "offload_activations is nvme, but offload_dir is not given"),
+        ({"offload_optimizer": "disk"}, "should be 'cpu' or 'nvme'"),
+        ({"offload_optimizer": 1.5}, "less than or equal to 1"),
+        ({"offload_weights": True}, "found yes, which is not a value of offload_weights"),
+        ({"offload_dir": ""}, "offload_dir is empty"),
+        (
+            {"offload_optimizer": "nvme", "offload_dir": "d", "placement": "resident"},
+            "offload_optimizer is nvme, but placement: resident keeps everything on the device",
+        ),
+        ({"offload_optimizer": "nvme", "offload_dir": "./model/"}, "offload_dir is the model's own folder"),
+        ({"max_disk_writes": "1TB"}, "max_disk_writes is given, but nothing lies on the disk"),
+        ({"max_disk_writes": 5}, "found 5, which is no size"),
+        ({"disk_tbw": 0}, "greater than 0"),
+        ({"generate_steps": 5}, "generate_steps is 5, but there is nothing to go on from: give generate_prompts"),
+        ({"generate_prompts": ["a"]}, "generate_prompts is given, but generate_steps is 0"),
+        ({"generate_steps": -1}, "greater than or equal to 0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_the_way_out(fields, complaint) -> None:
+    with pytest.raises(ValidationError) as caught:
+        make(**fields)
+    assert complaint in str(caught.value)
