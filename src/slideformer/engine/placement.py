@@ -149,8 +149,10 @@ def _fill(room: Room, base: EngineOptions, order: list[Item]) -> EngineOptions:
             nbytes = base.micro_batches * of_block[which].kept_nbytes
             if which not in resident:
                 continue
-        if nbytes > left:  # a smaller one of another kind may still fit
-            continue
+        if nbytes > left:
+            if what == "saved":
+                continue
+            break
         left -= nbytes
         taken.append(((what, which), nbytes))
         if what == "resident":
