@@ -2,6 +2,7 @@
 
 from slideformer.memory.budget import Budget, Limit, budget, size
 from slideformer.memory.buffers import BatchShape, Cell, Need, Tier, allocate, needs
+from slideformer.memory.disk import DiskFault, DiskFile, DiskFolder, free_nbytes, padded
 from slideformer.memory.host import Arena
 from slideformer.memory.machine import host_limit, resident_nbytes
 from slideformer.memory.state import Home, Moments, State, Twin, home_nbytes
@@ -11,6 +12,9 @@ __all__ = [
     "BatchShape",
     "Budget",
     "Cell",
+    "DiskFault",
+    "DiskFile",
+    "DiskFolder",
     "Home",
     "Limit",
     "Moments",
@@ -20,9 +24,11 @@ __all__ = [
     "Twin",
     "allocate",
     "budget",
+    "free_nbytes",
     "home_nbytes",
     "host_limit",
     "needs",
+    "padded",
     "resident_nbytes",
     "size",
 ]
