@@ -108,7 +108,7 @@ def test_state_of_resident_units_is_written_read_and_restored_bit_for_bit():
     batch = toy_batch()
     with engine_on(toy_decoder(), options) as engine:
         run_engine(engine, repeated(batch, 2))
-        kept = [engine.planes(u) for u in range(len(engine.layout.units))]
+        kept = [engine.settled_state().planes(u) for u in range(len(engine.layout.units))]
         kept = [type(p)(*(t.clone() for t in p)) for p in kept]
         hashes = state_hashes(engine)
         masters = [engine.read(u, 3, unit.numel - 2) for u, unit in enumerate(engine.layout.units)]

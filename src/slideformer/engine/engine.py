@@ -33,7 +33,7 @@ from slideformer.layout import UnitKind
 from slideformer.memory import Budget, State, allocate
 from slideformer.memory.state import PlaneName
 from slideformer.model.decoder import Decoder
-from slideformer.native import HostKernels, Planes, available_cpus, load
+from slideformer.native import HostKernels, available_cpus, load
 from slideformer.schedule import Op, Plan, build_evaluation, build_step, prove, simulate
 
 log = logging.getLogger(__name__)
@@ -166,14 +166,14 @@ class Engine:
         self._require_whole()
         return self.state.read(unit, start, stop)
 
-    def planes(self, unit: int) -> Planes:
-        """The unit's state where it lies, no copy: to be read before the next step. Waits and raises as `read`."""
+    def settled_state(self) -> State:
+        """The state between two steps: to be read before the next one. Waits and raises as `read`."""
         self._require_whole()
-        return self.state.planes(unit)
+        return self.state
 
     def hold(self, unit: int, until: Mark) -> None:
-        """No step from now on changes the unit's state before `until`, so that `state.planes(unit)`, which then neither
-        waits nor asks, may be copied from another lane while the next step runs."""
+        """No step from now on changes the unit's state before `until`, so that `state.part`, which asks for no step's
+        end, may be called from another lane while the next step runs."""
         self.executor.hold(unit, until)
 
     @property
@@ -187,7 +187,7 @@ class Engine:
         return sorted(range(len(self.layout.units)), key=lambda unit: first.get(unit, len(self.plan.ops)))
 
     def restore(self, unit: int, plane: PlaneName, offset: int, values: torch.Tensor) -> None:
-        """Set elements of one plane of the state as `planes` gave them. Waits for steps under way."""
+        """Set elements of one plane of the state as `State.part` gave them. Waits for steps under way."""
         self.executor.synchronize()
         self.state.restore(unit, plane, offset, values)
 

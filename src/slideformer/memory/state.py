@@ -184,6 +184,17 @@ class State:
         where the trained part ends."""
         return self._current(unit)
 
+    def extent(self, unit: int, plane: PlaneName) -> tuple[int, torch.dtype]:
+        """How many elements a plane of the unit has, and their dtype."""
+        tensor: torch.Tensor = getattr(self._current(unit), plane)
+        return len(tensor), tensor.dtype
+
+    def part(self, unit: int, plane: PlaneName, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of one plane of the unit's current state, as far as it goes: [n], on the host, not to
+        be written to. No copy of what lies there. Blocks."""
+        tensor: torch.Tensor = getattr(self._current(unit), plane)
+        return tensor[start:stop].cpu()
+
     def restore(self, unit: int, plane: PlaneName, offset: int, values: torch.Tensor) -> None:
         """Set elements of one plane, bit for bit. values: 1-D, of the plane's dtype, host."""
         for planes in self._owned(unit):
@@ -221,8 +232,7 @@ class State:
 
     def read(self, unit: int, start: int, stop: int) -> torch.Tensor:
         """Master weights [start, stop) of a unit as a new fp32 [stop - start]. Where there is no residual: the bf16."""
-        whole = self._current(unit)
-        weight, residual = (plane[start:stop].cpu() for plane in (whole.weight, whole.residual))
+        weight, residual = (self.part(unit, plane, start, stop) for plane in ("weight", "residual"))
         out = weight.float()
         if residual.numel():
             self._kernels.join(weight[: residual.numel()], residual, out[: residual.numel()])

@@ -23,9 +23,8 @@ from slideformer.engine import Engine
 from slideformer.errors import BadInput, RunFailed
 from slideformer.layout import Layout, Param
 from slideformer.memory import size
-from slideformer.memory.state import PlaneName
+from slideformer.memory.state import PlaneName, State
 from slideformer.model import files, tensorfile
-from slideformer.native import Planes
 from slideformer.train.redact import redacted
 
 FORMAT = 1
@@ -107,7 +106,7 @@ def write(parent: Path, record: Record, engine: Engine) -> Path:
     draft = Draft(parent, record, engine.layout)
     with draft.guarded():
         for index in range(len(engine.layout.units)):
-            draft.unit(index, engine.planes(index))
+            draft.unit(index, engine.settled_state())
     return draft.finish()
 
 
@@ -128,10 +127,10 @@ class Draft:
     def nbytes(self) -> int:
         return sum(one.nbytes for one in self._sums.values())
 
-    def unit(self, index: int, planes: Planes) -> None:
+    def unit(self, index: int, state: State) -> None:
         """Write a unit's file and sum it up. It may be on its way to the disk still when this returns."""
         with self.guarded():
-            writer = _writer(_tensors(self._layout, index, planes), self._layout)
+            writer = _writer(_tensors(self._layout, index, state), self._layout)
             self._sums[unit_file(index)] = files.write_unflushed(self._partial / unit_file(index), writer)
 
     def finish(self) -> Path:
@@ -176,28 +175,36 @@ def nbytes_of(layout: Layout, planes_nbytes: int) -> int:
     return planes_nbytes + 4 * 256 * num_params + 2**16
 
 
-def _tensors(layout: Layout, index: int, planes: Planes) -> list[tensorfile.Writing]:
-    def reader(tensor: torch.Tensor, offset: int) -> Callable[[int, int], torch.Tensor]:
-        return lambda start, stop: tensor[offset + start : offset + stop].cpu()  # of a resident unit: piece by piece
-
+def _tensors(layout: Layout, index: int, state: State) -> list[tensorfile.Writing]:
     return [
-        tensorfile.Writing(name, tensor.dtype, param.shape, param.numel, reader(tensor, offset))
-        for name, _, tensor, param, offset in _placed(layout, index, planes)
+        tensorfile.Writing(one.name, one.dtype, one.param.shape, one.param.numel, one.reader(state, index))
+        for one in _placed(layout, index, state)
     ]
 
 
-_Placed = tuple[str, PlaneName, torch.Tensor, Param, int]  # name in the file, plane, its tensor, parameter, offset
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A tensor of a unit's file. offset: in the plane."""
+
+    name: str
+    plane: PlaneName
+    dtype: torch.dtype
+    param: Param
+    offset: int
+
+    def reader(self, state: State, unit: int) -> Callable[[int, int], torch.Tensor]:
+        return lambda start, stop: state.part(unit, self.plane, self.offset + start, self.offset + stop)
 
 
-def _placed(layout: Layout, index: int, planes: Planes) -> Iterator[_Placed]:
+def _placed(layout: Layout, index: int, state: State) -> Iterator[_Placed]:
     """Every tensor of a unit's file. A frozen parameter has no moments, and under bf16 compute no residual."""
     unit = layout.units[index]
     for plane in PLANES:
-        tensor: torch.Tensor = getattr(planes, plane)
+        numel, dtype = state.extent(index, plane)
         for param in unit.params:
             offset = unit.offsets[param.name]
-            if offset + param.numel <= len(tensor):
-                yield f"{plane}.{param.name}", plane, tensor, param, offset
+            if offset + param.numel <= numel:
+                yield _Placed(f"{plane}.{param.name}", plane, dtype, param, offset)
 
 
 def _writer(tensors: list[tensorfile.Writing], layout: Layout) -> Callable[[files.Summing], None]:
@@ -241,7 +248,7 @@ class Checkpoint:
                 entries = tensorfile.read_header(path)
             except BadInput as error:
                 raise Damaged(str(error)) from None
-            expected = {placed[0]: placed for placed in _placed(layout, index, engine.planes(index))}
+            expected = {one.name: one for one in _placed(layout, index, engine.settled_state())}
             for name in sorted(expected.keys() ^ entries.keys()):
                 raise Damaged(f"{path.name} {'lacks' if name in expected else 'also holds'} {name}")
             crc32 = self._load_unit(engine, index, path, entries, expected)
@@ -264,12 +271,13 @@ class Checkpoint:
         with open(path, "rb") as file:
             crc32 = zlib.crc32(file.read(in_order[0].start))
         for entry in in_order:
-            _, plane, tensor, param, offset = expected[entry.name]
-            if tensorfile.DTYPES.get(entry.dtype) is not tensor.dtype or entry.shape != param.shape:
+            placed = expected[entry.name]
+            if tensorfile.DTYPES.get(entry.dtype) is not placed.dtype or entry.shape != placed.param.shape:
                 raise Damaged(f"{path.name}: {entry.name} is {entry.dtype} {list(entry.shape)}")
+            offset = placed.offset
             for piece in tensorfile.pieces(entry, min(numel, buffer.numel() // 4), buffer):
                 crc32 = zlib.crc32(memoryview(piece.view(torch.uint8).numpy()), crc32)
-                engine.restore(index, plane, offset, piece)
+                engine.restore(index, placed.plane, offset, piece)
                 offset += piece.numel()
         return crc32
 

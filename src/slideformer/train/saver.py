@@ -117,7 +117,7 @@ class Saver:
         self._at_work.add(unit)
         if writing.failure is None:
             try:
-                writing.draft.unit(unit, self.engine.state.planes(unit))
+                writing.draft.unit(unit, self.engine.state)
             except BaseException as failure:  # raised in the caller, by `wait`
                 writing.failure = failure
         self._at_work.discard(unit)
