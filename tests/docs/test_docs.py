@@ -154,6 +154,8 @@ ELSEWHERE = {  # tried where they are made
     "an answer without an end token": "data/encode.py",
     "another process is writing to": "train/output.py",
     "the checkpoints need": "train",
+    "the run goes on unseen": "train/steady.py",
+    "standard output cannot be written": "cli/exits.py",
 }
 
 

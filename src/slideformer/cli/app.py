@@ -7,6 +7,7 @@ import typer
 from slideformer.cli.config import config_app, show, validate
 from slideformer.cli.doctor import doctor
 from slideformer.cli.evaluate import evaluate
+from slideformer.cli.exits import watched_output
 from slideformer.cli.export import export
 from slideformer.cli.plan import plan
 from slideformer.cli.preview import preview
@@ -37,4 +38,5 @@ app.command()(report)
 
 def main() -> None:
     """Run the command line and exit: 0 ok, 1 run failed, 2 bad input, 3 does not fit, 128 + signal when stopped."""
-    app(prog_name="slideformer")
+    with watched_output():
+        app(prog_name="slideformer")

@@ -1,12 +1,15 @@
-"""How a command ends: its errors as one sentence on standard error, and its exit code."""
+"""How a command ends: its errors as one sentence on standard error, its exit code, and output that is not written."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
+from typing import TextIO
 
 import typer
 
@@ -14,6 +17,15 @@ from slideformer.errors import BadInput, DoesNotFit, RunFailed
 
 CODES: tuple[tuple[type[Exception], int], ...] = ((BadInput, 2), (DoesNotFit, 3), (RunFailed, 1))
 CTRL_C = 130
+NO_READER = 141  # what a shell sees of a program that SIGPIPE ended
+
+
+class OutputLost(OSError):
+    """Standard output cannot be written. No errno of its own, so that nobody takes it for another file's."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(cause.strerror or str(cause))
+        self.cause = cause
 
 
 @contextmanager
@@ -42,6 +54,58 @@ def told_in_one_sentence(*, debug: bool, as_json: bool = False) -> Iterator[None
         raise typer.Exit(CTRL_C) from None
 
 
+@contextmanager
+def watched_output() -> Iterator[None]:
+    """Standard output whose failure ends a command, and not with a traceback: with a sentence, or without a word where
+    the reader has gone, as `| head` does."""
+    if sys.stdout is None:  # closed by whoever started this
+        yield
+        return
+    out = _Watched(sys.stdout)
+    try:
+        with redirect_stdout(out):
+            try:
+                yield
+            finally:
+                out.flush()
+    except OutputLost as lost:
+        if lost.cause.errno == errno.EPIPE:
+            raise SystemExit(NO_READER) from None
+        say(f"error: standard output cannot be written ({lost}): make room, or send it elsewhere")
+        raise SystemExit(1) from None
+
+
+class _Watched:
+    """A stream that raises OutputLost, once; what is left of its buffer then, and all that comes after, is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a letter that the terminal lacks is no error
+
+    def write(self, text: str) -> int:
+        try:
+            return 0 if text == "" else self._stream.write(text)  # typer tries with nothing whether it takes text
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def _lost(self, error: OSError) -> OutputLost:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())  # or Python complains of the buffer when it ends
+        os.close(nowhere)
+        return OutputLost(error)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
 def say(line: str) -> None:
     """A line for people, beside whatever the command's output is."""
-    print(line, file=sys.stderr, flush=True)
+    with suppress(OSError):  # nobody is there to be told
+        print(line, file=sys.stderr, flush=True)

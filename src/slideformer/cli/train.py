@@ -49,11 +49,13 @@ def train(
 
 def _train(config: TrainConfig, *, as_json: bool) -> dict[str, object]:
     from slideformer.train.console import PlainConsole, open_console
+    from slideformer.train.steady import steady
     from slideformer.train.trainer import Trainer
 
-    shown = PlainConsole(sys.stderr) if as_json else open_console(sys.stdout)
+    stream = steady(sys.stderr if as_json else sys.stdout)
+    shown = PlainConsole(stream) if as_json else open_console(stream)
     # Trackers and other packages print as they like; standard output is for the one object.
-    with redirect_stdout(sys.stderr if as_json else sys.stdout), shown as console:
+    with redirect_stdout(stream), shown as console:
         with Trainer(args=config, console=console) as trainer:
             result = trainer.train()
     return {

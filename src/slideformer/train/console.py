@@ -13,6 +13,7 @@ from rich.text import Text
 from slideformer.memory import size
 from slideformer.train.metrics import Metrics
 from slideformer.train.panel import View, duration, panel
+from slideformer.train.steady import Steady, steady
 
 REFRESHES_PER_SECOND = 2  # the clock on the panel; drawing takes about a millisecond
 
@@ -39,8 +40,9 @@ class Console(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
 
-def open_console(stream: TextIO) -> Console:
-    """The panel if `stream` is a terminal that can move its cursor, plain lines otherwise."""
+def open_console(stream: TextIO | Steady) -> Console:
+    """The panel if `stream` is a terminal that can move its cursor, plain lines otherwise. Either outlives it."""
+    stream = steady(stream)
     if not stream.isatty():
         return PlainConsole(stream)
     terminal = RichConsole(file=stream, highlight=False)
@@ -50,8 +52,8 @@ def open_console(stream: TextIO) -> Console:
 class PlainConsole:
     """One line for each thing, with the step's numbers side by side."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | Steady) -> None:
+        self._stream = steady(stream)
 
     def __enter__(self) -> Self:
         return self
