@@ -16,7 +16,7 @@ from kernels.test_linear_cross_entropy import DENOMINATOR, PLAIN, SCALED, assert
 from slideformer.data.batches import MicroBatch
 from slideformer.device.cuda import CudaDevice
 from slideformer.engine import Engine, EngineOptions
-from slideformer.kernels.linear_cross_entropy import SlicedLoss, Softmax, loss_and_grads
+from slideformer.kernels.linear_cross_entropy import SlicedLoss, Softmax, loss_and_grads, loss_only
 from slideformer.model.decoder import Decoder
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -91,7 +91,7 @@ def peak_nbytes(work) -> int:
 
 
 def test_memory_of_the_loss_does_not_depend_on_the_number_of_chunks():
-    """But for the hidden gradient (2 bytes x width) and a few words a token."""
+    """But for the hidden gradient (2 bytes x width) and a few words a token: it is one chunk's logits."""
     vocab, width, chunk = 32_000, 512, 256
     weight = torch.randn(vocab, width, device="cuda").bfloat16()
     weight_sum = torch.empty(vocab, width, device="cuda")
@@ -107,6 +107,16 @@ def test_memory_of_the_loss_does_not_depend_on_the_number_of_chunks():
         return peak_nbytes(run) - hidden.nbytes
 
     assert abs(peak(16) - peak(2)) <= 1 << 20
+    assert peak(16) <= chunk * vocab * 2 + (1 << 20)
+
+
+def test_memory_of_the_loss_alone_is_one_chunks_logits():
+    vocab, width, chunk = 32_000, 512, 256
+    weight, hidden = (torch.randn(n, width, device="cuda").bfloat16() for n in (vocab, 16 * chunk))
+    labels = torch.randint(vocab, (16 * chunk,), device="cuda")
+    run = lambda: loss_only(hidden, weight, None, labels, PLAIN, chunk=chunk)  # noqa: E731
+    run()
+    assert peak_nbytes(run) <= chunk * vocab * 2 + (1 << 20)
 
 
 def test_by_slices_neither_projection_nor_gradient_is_whole():

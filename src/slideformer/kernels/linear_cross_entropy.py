@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 # Tokens whose logits are held at once. A larger chunk writes the fp32 weight gradient less often (1.6 GB a time for a
-# 128,256 x 3,072 matrix), a smaller one takes less memory: 4096 x 128,256 are 1.05 GB of bf16 logits.
-CHUNK_TOKENS = 4096
+# 128,256 x 3,072 matrix), a smaller one takes less memory: 2048 x 128,256 are 0.53 GB of bf16 logits.
+CHUNK_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,11 @@ class Softmax:
 def loss_only(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, softmax: Softmax, *, chunk: int = CHUNK_TOKENS
 ) -> Tensor:
-    """Sum of the cross entropies. hidden [n, H], weight [V, H], bias [V], labels int64 [n]; returns fp32 []."""
-    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    for start in range(0, hidden.shape[0], chunk):
-        part = slice(start, start + chunk)
-        logits = softmax.logits(torch.nn.functional.linear(hidden[part], weight, bias))
-        picked = logits.gather(1, labels[part, None]).squeeze(1)
-        total += (torch.logsumexp(logits, dim=1) - picked).sum()
-    return total
+    """Sum of the cross entropies. hidden [n, H], weight [V, H], bias [V], labels int64 [n]; returns fp32 []. Takes one
+    chunk's logits and 12 bytes a token."""
+    loss = SlicedLoss(hidden, labels, softmax, denominator=1.0, chunk=chunk)  # with one slice, the whole
+    loss.see(0, weight, bias)
+    return loss.loss()
 
 
 def loss_and_grads(
@@ -88,6 +85,7 @@ def loss_and_grads(
             _add_product(weight_sum, dz.t(), h, overwrite=overwrite and start == 0)
         if bias_sum is not None:
             bias_sum.add_(dz.sum(0, dtype=torch.float32))
+        del z, dz  # or the next chunk's logits would have memory of their own
     return total / denominator, hidden_grad
 
 
@@ -124,6 +122,7 @@ class SlicedLoss:
         for part, _, z in self._chunks(weight, bias):
             state = (self._maximum[part], self._total[part], self._picked[part])
             _add_sums(z, self._labels[part], *state, first_row, self._softmax)
+            del z  # or the next chunk's logits would have memory of their own
 
     def loss(self) -> Tensor:
         """Of all tokens / denominator, fp32 []; after every slice was seen."""
@@ -158,6 +157,7 @@ class SlicedLoss:
             if bias_sum is not None:
                 columns = dz.sum(0, dtype=torch.float32)
                 bias_sum.copy_(columns) if fresh else bias_sum.add_(columns)
+            del z, dz
 
     def hidden_grad(self) -> Tensor:
         """[n, H] in hidden's dtype; after every slice had its `grads`."""
