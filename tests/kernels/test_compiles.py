@@ -42,16 +42,20 @@ KERNELS: dict[str, dict[str, object]] = {
     },
     "rms_norm._forward": {
         "x_ptr": "*bf16", "add_ptr": "*bf16", "sum_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16",
-        "num_rows": "i32", "num_columns": "i32", "ADD": True, "ROUND_FIRST": True, "ROWS": 1, "BLOCK": 4096,
+        "num_rows": "i32", "num_columns": "i32", "ADD": True, "ROUND_FIRST": True, "ROWS": 1, "HEAD": 2048,
+        "TAIL": 1024, "STAGES": 2,
     },
     "rms_norm._backward": {
         "grad_ptr": "*bf16", "sum_grad_ptr": "*bf16", "x_ptr": "*bf16", "weight_ptr": "*bf16", "x_grad_ptr": "*bf16",
-        "num_rows": "i32", "num_columns": "i32", "rows_per_program": "i32", "ADD": True, "ROUND_FIRST": True,
-        "WEIGHT_GRAD": True, "ROWS": 1, "BLOCK": 4096,
+        "num_rows": "i32", "num_columns": "i32", "ADD": True, "ROUND_FIRST": True, "WEIGHT_GRAD": True, "ROWS": 1,
+        "HEAD": 2048, "TAIL": 1024, "STAGES": 2,
+    },
+    "rms_norm._add_up": {
+        "out_ptr": "*bf16", "num_sums": "i32", "num_columns": "i32", "SUMS": 64, "COLUMNS": 32,
     },
     "rotary._rotary": {
         "q_ptr": "*bf16", "k_ptr": "*bf16", "cos_ptr": "*bf16", "sin_ptr": "*bf16",
-        **dict.fromkeys(("length", "q_heads", "k_heads", "half"), "i32"),
+        **dict.fromkeys(("q_heads", "k_heads", "half"), "i32"),
         **{f"{x}_{y}_stride": "i32" for x in "qk" for y in ("row", "head", "token")},
         "cos_row_stride": "i32", "cos_token_stride": "i32",
         "INTERLEAVED": False, "Q_HEADS": 32, "K_HEADS": 8, "HALF": 64,

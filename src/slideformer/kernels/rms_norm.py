@@ -2,20 +2,38 @@
 
 Three conventions of models, told apart by two numbers: `offset` is added to the weight (Gemma keeps weight - 1), and
 `round_first` rounds the normalised value to the compute dtype before it meets the weight (Llama) instead of after.
-Sums are in fp32. Forward keeps the input and one fp32 number a row, nothing else.
+Sums are in fp32. Forward keeps the input and one fp32 number a row, nothing else. Rows are taken by as many programs as
+the GPU runs at once, each of which has the next rows on their way while it works on its own.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a kernel is started. num_stages: tiles of rows under way in a program, the one it works on counted.
+    programs_per_sm: programs that share the rows, for each multiprocessor; 0 is one tile a program."""
+
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
 # Elements of one tile: several short rows (heads of 128) share a program, a long row has one to itself.
 TILE = 4096
-# Programs of the backward pass, each with a sum of the weight's gradient of its own, added up by torch afterwards: a
-# constant, so that the order of sums does not depend on the GPU.
-MAX_PROGRAMS = 512
+FORWARD = Launch(num_warps=8, num_stages=1, programs_per_sm=0)
+BACKWARD = Launch(num_warps=8, num_stages=2, programs_per_sm=3)
+# Warps of rows that are longer than a tile.
+LONG_WARPS = 16
+# The tile of the last sum, of the programs' shares: 3,072 columns are 96 programs, and 128 bytes of a row one access.
+SUM_ROWS, SUM_COLUMNS = 64, 32
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float, round_first: bool) -> torch.Tensor:
@@ -25,6 +43,11 @@ def reference(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: floa
     if round_first:
         normed = normed.to(x.dtype).to(wide.dtype)
     return (normed * (weight.to(wide.dtype) + offset)).to(x.dtype)
+
+
+@triton.jit
+def _load(ptr, at, mask):
+    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -42,25 +65,54 @@ def _forward(
     ADD: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,  # columns are HEAD and up to TAIL more, so that few lanes of a tile have none
+    TAIL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     dtype = out_ptr.dtype.element_ty
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    at = rows[:, None] * num_columns + columns[None, :]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0)
+    head = tl.arange(0, HEAD)[None, :]
+    head_weight = tl.load(weight_ptr + head).to(tl.float32) + offset
+    if TAIL:
+        tail = HEAD + tl.arange(0, TAIL)[None, :]
+        in_tail = tail < num_columns
+        tail_weight = _load(weight_ptr, tail, in_tail) + offset
+    for first in tl.range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        rows = (first + tl.arange(0, ROWS)).to(tl.int64)
+        there = (rows < num_rows)[:, None]
+        at = rows[:, None] * num_columns
+        x = _load(x_ptr, at + head, there)
+        if TAIL:
+            tail_x = _load(x_ptr, at + tail, there & in_tail)
+        if ADD:
+            x = (x + _load(add_ptr, at + head, there)).to(dtype)
+            tl.store(sum_ptr + at + head, x, mask=there)
+            x = x.to(tl.float32)
+            if TAIL:
+                tail_x = (tail_x + _load(add_ptr, at + tail, there & in_tail)).to(dtype)
+                tl.store(sum_ptr + at + tail, tail_x, mask=there & in_tail)
+                tail_x = tail_x.to(tl.float32)
+        total = tl.sum(x * x, axis=1)
+        if TAIL:
+            total += tl.sum(tail_x * tail_x, axis=1)
+        rstd = 1.0 / tl.sqrt(total / num_columns + eps)
+        tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
+        normed = x * rstd[:, None]
+        if ROUND_FIRST:  # as the model does: an ulp of bf16 is 2**-8
+            normed = normed.to(dtype).to(tl.float32)
+        tl.store(out_ptr + at + head, (normed * head_weight).to(dtype), mask=there)
+        if TAIL:
+            normed = tail_x * rstd[:, None]
+            if ROUND_FIRST:
+                normed = normed.to(dtype).to(tl.float32)
+            tl.store(out_ptr + at + tail, (normed * tail_weight).to(dtype), mask=there & in_tail)
+
+
+@triton.jit
+def _x_grad(weighted, normed, mean, rstd, sum_grad, at, mask, ADD: tl.constexpr):
+    grad = (weighted - normed * mean[:, None]) * rstd[:, None]
     if ADD:
-        x = (x.to(tl.float32) + tl.load(add_ptr + at, mask=mask, other=0.0).to(tl.float32)).to(dtype)
-        tl.store(sum_ptr + at, x, mask=mask)
-    x = x.to(tl.float32)
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / num_columns + eps)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
-    normed = x * rstd[:, None]
-    if ROUND_FIRST:  # as the model does: an ulp of bf16 is 2**-8
-        normed = normed.to(dtype).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32) + offset
-    tl.store(out_ptr + at, (normed * weight[None, :]).to(dtype), mask=mask)
+        grad += _load(sum_grad, at, mask)
+    return grad
 
 
 @triton.jit
@@ -75,43 +127,87 @@ def _backward(
     num_rows,
     num_columns,
     offset,
-    rows_per_program,
     ADD: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     WEIGHT_GRAD: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     dtype = x_grad_ptr.dtype.element_ty
-    columns = tl.arange(0, BLOCK)
-    weight = tl.load(weight_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32) + offset
-    weight_grad = tl.zeros([BLOCK], tl.float32)
-    first = tl.program_id(0) * rows_per_program
-    for start in range(first, tl.minimum(first + rows_per_program, num_rows), ROWS):
-        rows = (start + tl.arange(0, ROWS)).to(tl.int64)
-        mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-        at = rows[:, None] * num_columns + columns[None, :]
-        grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    head = tl.arange(0, HEAD)[None, :]
+    head_weight = tl.load(weight_ptr + head).to(tl.float32) + offset
+    head_sum = tl.zeros([ROWS, HEAD], tl.float32)
+    if TAIL:
+        tail = HEAD + tl.arange(0, TAIL)[None, :]
+        in_tail = tail < num_columns
+        tail_weight = _load(weight_ptr, tail, in_tail) + offset
+        tail_sum = tl.zeros([ROWS, TAIL], tl.float32)
+    for first in tl.range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        rows = (first + tl.arange(0, ROWS)).to(tl.int64)
+        there = (rows < num_rows)[:, None]
+        at = rows[:, None] * num_columns
         rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
-        normed = x * rstd[:, None]
-        weighted = grad * weight[None, :]
-        mean = tl.sum(weighted * normed, axis=1) / num_columns
-        x_grad = (weighted - normed * mean[:, None]) * rstd[:, None]
-        if ADD:
-            x_grad += tl.load(sum_grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(x_grad_ptr + at, x_grad.to(dtype), mask=mask)
+        grad = _load(grad_ptr, at + head, there)
+        normed = _load(x_ptr, at + head, there) * rstd[:, None]
+        mean = tl.sum(grad * head_weight * normed, axis=1) / num_columns
+        if TAIL:
+            tail_grad = _load(grad_ptr, at + tail, there & in_tail)
+            tail_normed = _load(x_ptr, at + tail, there & in_tail) * rstd[:, None]
+            mean += tl.sum(tail_grad * tail_weight * tail_normed, axis=1) / num_columns
+        x_grad = _x_grad(grad * head_weight, normed, mean, rstd, sum_grad_ptr, at + head, there, ADD)
+        tl.store(x_grad_ptr + at + head, x_grad.to(dtype), mask=there)
         if WEIGHT_GRAD:
             if ROUND_FIRST:
                 normed = normed.to(dtype).to(tl.float32)
-            weight_grad += tl.sum(grad * normed, axis=0)
+            head_sum += grad * normed
+        if TAIL:
+            mask = there & in_tail
+            x_grad = _x_grad(tail_grad * tail_weight, tail_normed, mean, rstd, sum_grad_ptr, at + tail, mask, ADD)
+            tl.store(x_grad_ptr + at + tail, x_grad.to(dtype), mask=mask)
+            if WEIGHT_GRAD:
+                if ROUND_FIRST:
+                    tail_normed = tail_normed.to(dtype).to(tl.float32)
+                tail_sum += tail_grad * tail_normed
     if WEIGHT_GRAD:
-        tl.store(weight_grad_ptr + tl.program_id(0) * num_columns + columns, weight_grad, mask=columns < num_columns)
+        weight_grad_ptr += tl.program_id(0) * num_columns
+        tl.store(weight_grad_ptr + tl.arange(0, HEAD), tl.sum(head_sum, axis=0))
+        if TAIL:
+            columns = HEAD + tl.arange(0, TAIL)
+            tl.store(weight_grad_ptr + columns, tl.sum(tail_sum, axis=0), mask=columns < num_columns)
 
 
-def _tile(num_columns: int) -> dict[str, int]:
-    block = triton.next_power_of_2(num_columns)
-    return {"BLOCK": block, "ROWS": max(TILE // block, 1), "num_warps": 16 if block > TILE else 8}
+@triton.jit
+def _add_up(sum_ptr, out_ptr, num_sums, num_columns, SUMS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The programs' sums, to the weight's dtype. A loop, so that their number may be anything."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    there = (columns < num_columns)[None, :]
+    total = tl.zeros([SUMS, COLUMNS], tl.float32)
+    for first in range(0, num_sums, SUMS):
+        sums = first + tl.arange(0, SUMS)
+        total += _load(sum_ptr, sums[:, None] * num_columns + columns[None, :], (sums < num_sums)[:, None] & there)
+    out = tl.sum(total, axis=0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + columns, out, mask=columns < num_columns)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":  # the interpreter runs one program after another
+        return 1
+    return triton.runtime.driver.active.utils.get_device_properties(device.index)["multiprocessor_count"]
+
+
+def _shape(num_rows: int, num_columns: int, launch: Launch, device: torch.device) -> tuple[int, dict[str, int]]:
+    """Number of programs, and the tile's sizes."""
+    head = triton.next_power_of_2(num_columns + 1) // 2
+    tail = triton.next_power_of_2(num_columns - head) if num_columns > head else 0
+    rows = max(TILE // (head + tail), 1)
+    tiles = triton.cdiv(num_rows, rows)
+    most = launch.programs_per_sm * _multiprocessors(device) or tiles
+    num_warps = launch.num_warps if head + tail <= TILE else LONG_WARPS
+    sizes = {"ROWS": triton.next_power_of_2(rows + 1) // 2, "HEAD": head, "TAIL": tail}
+    return min(tiles, most), {**sizes, "STAGES": launch.num_stages, "num_warps": num_warps}
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -121,11 +217,11 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx, x, add, weight, eps, offset, round_first, overwrite_grad):
         x = x.contiguous()
         num_rows, num_columns = x.numel() // x.shape[-1], x.shape[-1]
-        tile = _tile(num_columns)
         out = torch.empty_like(x)
         rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
         total = x if add is None else torch.empty_like(x)
-        _forward[(triton.cdiv(num_rows, tile["ROWS"]),)](
+        num_programs, sizes = _shape(num_rows, num_columns, FORWARD, x.device)
+        _forward[(num_programs,)](
             x,
             x if add is None else add.contiguous(),
             total,
@@ -139,7 +235,7 @@ class _RmsNorm(torch.autograd.Function):
             ADD=add is not None,
             ROUND_FIRST=round_first,
             enable_fp_fusion=True,
-            **tile,
+            **sizes,
         )
         ctx.save_for_backward(total, weight, rstd)
         ctx.adds, ctx.numbers, ctx.overwrite_grad = add is not None, (offset, round_first), overwrite_grad
@@ -151,12 +247,9 @@ class _RmsNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         offset, round_first = ctx.numbers
         num_rows, num_columns = rstd.numel(), x.shape[-1]
-        tile = _tile(num_columns)
         grad = torch.zeros_like(x) if grad is None else grad.contiguous()
         x_grad = grad if ctx.overwrite_grad else torch.empty_like(x)
-        groups = triton.cdiv(num_rows, tile["ROWS"])
-        rows_per_program = triton.cdiv(groups, MAX_PROGRAMS) * tile["ROWS"]
-        num_programs = triton.cdiv(num_rows, rows_per_program)
+        num_programs, sizes = _shape(num_rows, num_columns, BACKWARD, x.device)
         wants_weight = ctx.needs_input_grad[2]
         sums = torch.empty(num_programs if wants_weight else 0, num_columns, dtype=torch.float32, device=x.device)
         _backward[(num_programs,)](
@@ -170,15 +263,21 @@ class _RmsNorm(torch.autograd.Function):
             num_rows,
             num_columns,
             offset,
-            rows_per_program,
             ADD=total_grad is not None,
             ROUND_FIRST=round_first,
             WEIGHT_GRAD=wants_weight,
             enable_fp_fusion=True,
-            **tile,
+            **sizes,
         )
-        weight_grad = sums.sum(0).to(weight.dtype) if wants_weight else None
+        weight_grad = _added_up(sums, weight) if wants_weight else None
         return x_grad, x_grad if ctx.adds else None, weight_grad, None, None, None, None
+
+
+def _added_up(sums: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(weight)
+    grid = (triton.cdiv(weight.numel(), SUM_COLUMNS),)
+    _add_up[grid](sums, out, *sums.shape, SUMS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=8, enable_fp_fusion=True)
+    return out
 
 
 def rms_norm(

@@ -26,14 +26,9 @@ def reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interlea
 
 
 @triton.jit
-def _turn(ptr, heads, head_stride, first, second, cos, sin, mask, HEADS: tl.constexpr):
-    head = tl.arange(0, HEADS)[:, None]
-    mask = (head < heads) & mask[None, :]
-    base = ptr + head * head_stride
-    a = tl.load(base + first[None, :], mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(base + second[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(base + first[None, :], (a * cos[None, :] - b * sin[None, :]).to(ptr.dtype.element_ty), mask=mask)
-    tl.store(base + second[None, :], (b * cos[None, :] + a * sin[None, :]).to(ptr.dtype.element_ty), mask=mask)
+def _store(first_at, second_at, a, b, cos, sin, mask):
+    tl.store(first_at, (a * cos - b * sin).to(first_at.dtype.element_ty), mask=mask)
+    tl.store(second_at, (b * cos + a * sin).to(second_at.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -42,7 +37,6 @@ def _rotary(
     k_ptr,
     cos_ptr,
     sin_ptr,
-    length,
     q_heads,
     k_heads,
     half,
@@ -60,8 +54,8 @@ def _rotary(
     K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    row = (tl.program_id(0) // length).to(tl.int64)
-    token = (tl.program_id(0) % length).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
     i = tl.arange(0, HALF)
     mask = i < half
     if INTERLEAVED:
@@ -70,13 +64,22 @@ def _rotary(
     else:
         first = i
         second = half + i
+    q_head = tl.arange(0, Q_HEADS)[:, None]
+    k_head = tl.arange(0, K_HEADS)[:, None]
+    q_mask = (q_head < q_heads) & mask[None, :]
+    k_mask = (k_head < k_heads) & mask[None, :]
+    q = q_ptr + row * q_row_stride + token * q_token_stride + q_head * q_head_stride
+    k = k_ptr + row * k_row_stride + token * k_token_stride + k_head * k_head_stride
+    # All loads come before the first store: none can pass a store, which might be to the same place.
+    q_a = tl.load(q + first[None, :], mask=q_mask, other=0.0).to(tl.float32)
+    q_b = tl.load(q + second[None, :], mask=q_mask, other=0.0).to(tl.float32)
+    k_a = tl.load(k + first[None, :], mask=k_mask, other=0.0).to(tl.float32)
+    k_b = tl.load(k + second[None, :], mask=k_mask, other=0.0).to(tl.float32)
     at = row * cos_row_stride + token * cos_token_stride + first
-    cos = tl.load(cos_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + at, mask=mask, other=0.0).to(tl.float32) * direction
-    q = q_ptr + row * q_row_stride + token * q_token_stride
-    k = k_ptr + row * k_row_stride + token * k_token_stride
-    _turn(q, q_heads, q_head_stride, first, second, cos, sin, mask, Q_HEADS)
-    _turn(k, k_heads, k_head_stride, first, second, cos, sin, mask, K_HEADS)
+    cos = tl.load(cos_ptr + at, mask=mask, other=0.0).to(tl.float32)[None, :]
+    sin = (tl.load(sin_ptr + at, mask=mask, other=0.0).to(tl.float32) * direction)[None, :]
+    _store(q + first[None, :], q + second[None, :], q_a, q_b, cos, sin, q_mask)
+    _store(k + first[None, :], k + second[None, :], k_a, k_b, cos, sin, k_mask)
 
 
 def _writable(x: torch.Tensor) -> torch.Tensor:
@@ -90,12 +93,11 @@ def _launch(
 ):
     rows, q_heads, length, _ = q.shape
     k_heads, half = k.shape[1], cos.shape[-1] // 2
-    _rotary[(rows * length,)](
+    _rotary[(length, rows)](
         q,
         k,
         cos,
         sin,
-        length,
         q_heads,
         k_heads,
         half,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.elementwise import CONVENTIONS, check_rms_norm, randn
-from slideformer.kernels.rms_norm import rms_norm
+from slideformer.kernels.rms_norm import Launch, rms_norm
 
 DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 CONVENTION = pytest.mark.parametrize("convention", CONVENTIONS)
@@ -34,10 +34,13 @@ def test_backward_may_write_over_the_gradient(adds):
     check_rms_norm(torch.float32, (40, 65), "cpu", convention="gemma", adds=adds, overwrite_grad=True)
 
 
-def test_more_rows_than_programs_have(monkeypatch):
-    """Each program of backward walks over several groups of rows."""
-    monkeypatch.setattr("slideformer.kernels.rms_norm.MAX_PROGRAMS", 2)
-    check_rms_norm(torch.float32, (32 * 7 + 5, 100), "cpu", convention="llama", adds=True)
+@pytest.mark.parametrize("programs_per_sm", [0, 2])
+@pytest.mark.parametrize("shape", [(32 * 7 + 5, 100), (7, 3072)], ids=str)
+def test_rows_are_shared_between_programs(shape, programs_per_sm, monkeypatch):
+    """With 2 programs (the CPU counts as one multiprocessor) each walks over several tiles, the last one not full."""
+    for name in ("FORWARD", "BACKWARD"):
+        monkeypatch.setattr(f"slideformer.kernels.rms_norm.{name}", Launch(4, 2, programs_per_sm))
+    check_rms_norm(torch.float32, shape, "cpu", convention="llama", adds=True)
 
 
 def test_heads_before_the_sequence_are_taken_as_they_lie():
