@@ -19,11 +19,14 @@ from slideformer.schedule import (
     Buffer,
     LaneName,
     Op,
+    PassOptions,
+    Place,
     Plan,
     StepOptions,
     Update,
     Wait,
     build_evaluation,
+    build_pass,
     build_step,
 )
 
@@ -113,6 +116,33 @@ def cases(draw: st.DrawFn, *, max_blocks: int = 5, training: bool | None = None)
     return Case(layout, options, plan)
 
 
+@st.composite
+def passes(draw: st.DrawFn) -> Case:
+    """Every kind of layout and every option of a pass of generation, small."""
+    layout = tiny_layout(
+        draw(st.integers(1, 4)),
+        tied=draw(st.booleans()),
+        glue=draw(st.booleans()),
+        final=draw(st.booleans()),
+        tile_numel=draw(st.sampled_from([4, 6, 15, 100])),
+    )
+    units = range(len(layout.units))
+    resident = draw(st.one_of(st.just(set()), st.sets(st.sampled_from(units)), st.just(set(units))))
+    options = PassOptions(
+        window=draw(st.integers(1, 4)),
+        micro_batches=draw(st.integers(1, 4)),
+        hidden_pool=draw(st.sampled_from([0, 1, 2, 3, 5])),
+        hidden_ring=draw(st.integers(2, 4)),
+        fp32_compute=draw(st.booleans()),
+        sliced_head=draw(st.booleans()) and layout.output not in resident,
+        resident=tuple(sorted(resident)),
+        first=draw(st.booleans()),
+        cached_on_device=draw(st.sampled_from([0, 1, 3, 100])),
+        cache_ring=draw(st.integers(1, 4)),
+    )
+    return Case(layout, options, build_pass(layout, options))
+
+
 def examples() -> dict[str, Case]:
     """A few plans that between them use every kind of op; small enough to try every mutation of each."""
     tied, untied = tiny_layout(3, glue=True), tiny_layout(2, tied=False, tile_numel=100)
@@ -127,7 +157,13 @@ def examples() -> dict[str, Case]:
     ends = StepOptions(update=Update.DEFERRED, resident=(1, 4, 5), ahead=(0, 2), keep=(4,))
     sliced = StepOptions(window=1, micro_batches=2, hidden_ring=2, ring=2, sliced_head=True)
     sliced_ahead = StepOptions(update=Update.DEFERRED, sliced_head=True, ahead=(0, 4), hidden_pool=4)
+    later = PassOptions(window=1, micro_batches=2, hidden_pool=3, cached_on_device=3, cache_ring=2, first=False)
+    first = replace(later, first=True, resident=(0, 3), hidden_pool=0, fp32_compute=True)
+    sliced_pass = replace(later, sliced_head=True, cache_ring=1, hidden_pool=0)
     return {
+        "first pass": Case(tied, first, build_pass(tied, first)),
+        "later pass": Case(tied, later, build_pass(tied, later)),
+        "later pass with a sliced head": Case(untied, sliced_pass, build_pass(untied, sliced_pass)),
         "tied, sliced head": Case(tied, sliced, build_step(tied, sliced)),
         "untied, sliced head, ahead": Case(untied, sliced_ahead, build_step(untied, sliced_ahead)),
         "evaluation with a sliced head": Case(untied, sliced, build_evaluation(untied, sliced)),
@@ -257,13 +293,28 @@ class Interpreter:
     def _found(self, buffer: Buffer) -> object:
         if buffer.place in ("weight", "residual", "moments", "home"):
             return self.holds.get(buffer, (str(buffer.place), *buffer.index, 0))
-        return self.holds.get(buffer)
+        return self.holds.get(buffer, self._left_by_another_pass(buffer))
+
+    def _left_by_another_pass(self, buffer: Buffer) -> object:
+        """Prompts, for a first pass; for a later one also uploaded weights, keys and values."""
+        if buffer.place is Place.SEQUENCES:
+            return ("sequences", 0)
+        if not isinstance(self.case.options, PassOptions) or self.case.options.first:
+            return None
+        if buffer.place is Place.DENSE:
+            return ("weights", *buffer.index, len(self.case.layout.tiles(buffer.index[0])))
+        return ("cache", *buffer.index, 0) if buffer.place in (Place.CACHE, Place.CACHE_HOST) else None
 
     def _meaning(self, buffer: Buffer, content: tuple[str | int, ...], run: int) -> object:
         """State counts the updates since the start; all else belongs to its run."""
         if buffer.place == "home":
             name, unit, version = content
             return (name, unit, (run if self.plan.trains and self.case.layout.units[unit].train_numel else 0) + version)
+        if isinstance(self.case.options, PassOptions) and content[0] in ("cache", "sequences"):
+            first = self.case.options.first and content[0] == "cache"
+            return (run, content) if first else (*content[:-1], run + int(content[-1]))
+        if buffer.place is Place.DENSE and buffer.place in self.plan.keeps and not self.case.options.first:
+            return content
         if buffer.place not in ("weight", "residual", "moments"):
             return (run, content)
         name, unit, tile, version = content

@@ -14,6 +14,7 @@ from schedule.plans import (
     all_waits,
     cases,
     examples,
+    passes,
     random_rank,
     starve,
     without_wait,
@@ -23,7 +24,7 @@ EXAMPLES = examples()
 EXAMPLE = pytest.mark.parametrize("case", EXAMPLES.values(), ids=EXAMPLES.keys())
 
 
-@given(cases(), st.integers(0, 2**32))
+@given(st.one_of(cases(), passes()), st.integers(0, 2**32))
 @settings(max_examples=80, deadline=None)
 def test_any_order_that_lanes_and_waits_allow_finds_every_content(case: Case, seed: int):
     interpreter = Interpreter(case, runs=3)

@@ -17,6 +17,7 @@ from schedule.plans import (
     all_waits,
     cases,
     examples,
+    passes,
     tiny_layout,
     with_access,
     without_access,
@@ -38,6 +39,7 @@ from slideformer.schedule import (
 from slideformer.schedule.waits import derive
 
 EXAMPLES = examples()
+ANY = st.one_of(cases(), passes())
 EXAMPLE = pytest.mark.parametrize("case", EXAMPLES.values(), ids=EXAMPLES.keys())
 
 
@@ -69,7 +71,7 @@ def swapped(plan: Plan, i: int, j: int) -> Plan:
     return replace(plan, ops=tuple(ops), waits=derive(ops))
 
 
-@given(cases())
+@given(ANY)
 @settings(max_examples=150, deadline=None)
 def test_every_plan_proves(case: Case):
     prove(case.plan, case.layout, case.options)
@@ -113,7 +115,7 @@ def test_swapping_neighbours_that_depend_on_each_other_is_caught(case: Case):
             refuses(case, swapped(case.plan, i, i + 1), "needs|ends as")
 
 
-@given(cases(), st.data())
+@given(ANY, st.data())
 @settings(max_examples=100, deadline=None)
 def test_any_mutation_of_any_plan_is_caught(case: Case, data: st.DataObject):
     plan = case.plan
@@ -128,7 +130,7 @@ def test_any_mutation_of_any_plan_is_caught(case: Case, data: st.DataObject):
         refuses(case, swapped(plan, pick(data, earlier), later), "needs|ends as")
 
 
-@given(cases(), st.data())
+@given(ANY, st.data())
 @settings(max_examples=100, deadline=None)
 def test_moving_an_access_to_another_buffer_is_caught(case: Case, data: st.DataObject):
     """The waits are derived anew, so that only contents and positions can tell."""
@@ -185,4 +187,4 @@ def test_the_proof_shares_no_code_with_program_and_waits():
                 assert not any(a.name.startswith("slideformer") for a in node.names)
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("slideformer.schedule."):
                 todo += [n for n in [node.module.rpartition(".")[2]] if n not in seen]
-    assert seen == {"check", "effects", "ops", "options"}
+    assert seen == {"check", "effects", "generation_effects", "ops", "options", "pass_options"}

@@ -2,8 +2,10 @@
 
 from slideformer.schedule.ahead import choose_ahead
 from slideformer.schedule.check import PlanError, prove
+from slideformer.schedule.generation import build_pass, pass_ops
 from slideformer.schedule.ops import Access, Buffer, LaneName, Op, OpKind, Place, Plan, Wait
 from slideformer.schedule.options import StepOptions, Update
+from slideformer.schedule.pass_options import PassOptions
 from slideformer.schedule.program import build_evaluation, evaluation_ops
 from slideformer.schedule.simulate import Timeline, simulate
 from slideformer.schedule.training import build_step, step_ops
@@ -14,6 +16,7 @@ __all__ = [
     "LaneName",
     "Op",
     "OpKind",
+    "PassOptions",
     "Place",
     "Plan",
     "PlanError",
@@ -22,9 +25,11 @@ __all__ = [
     "Update",
     "Wait",
     "build_evaluation",
-    "choose_ahead",
+    "build_pass",
     "build_step",
+    "choose_ahead",
     "evaluation_ops",
+    "pass_ops",
     "prove",
     "simulate",
     "step_ops",

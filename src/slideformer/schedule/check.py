@@ -12,8 +12,10 @@ from collections import Counter
 
 from slideformer.layout import Layout
 from slideformer.schedule.effects import Effect, Effects
+from slideformer.schedule.generation_effects import PassEffects
 from slideformer.schedule.ops import STATE_PLACES, Buffer, Content, OpKind, Place, Plan
 from slideformer.schedule.options import StepOptions, Update
+from slideformer.schedule.pass_options import PassOptions
 
 
 class PlanError(AssertionError):
@@ -22,14 +24,14 @@ class PlanError(AssertionError):
 
 def prove(plan: Plan, layout: Layout, options: StepOptions) -> None:
     """Raise PlanError unless effects, contents and order hold for a first run and for runs that join."""
-    _prove_effects(plan, layout, options)
+    effects = PassEffects(layout, options) if isinstance(options, PassOptions) else Effects(layout, options)
+    _prove_effects(plan, effects, options)
     _prove_positions(plan, options)
-    _prove_contents(plan, layout, options)
+    _prove_contents(plan, effects)
     _prove_order(plan)
 
 
-def _prove_effects(plan: Plan, layout: Layout, options: StepOptions) -> None:
-    effects = Effects(layout, options)
+def _prove_effects(plan: Plan, effects: Effects, options: StepOptions) -> None:
     for op in plan.ops:
         declared = [Effect(a.role, a.buffer.place, a.needs, a.leaves) for a in op.accesses]
         required = effects.of(op)
@@ -39,6 +41,7 @@ def _prove_effects(plan: Plan, layout: Layout, options: StepOptions) -> None:
         if len({a.buffer for a in op.accesses}) != len(op.accesses):
             raise PlanError(f"{op} declares one buffer twice")
     last = OpKind.RESULT if not plan.trains else OpKind.DECIDE if options.update is Update.DEFERRED else OpKind.TOTAL
+    last = OpKind.TAKE if isinstance(options, PassOptions) else last
     if sum(op.kind is last for op in plan.ops) != 1:
         raise PlanError(f"the plan must have one op {last}, which tells the caller what came of it")
 
@@ -53,17 +56,22 @@ def _prove_positions(plan: Plan, options: StepOptions) -> None:
         Place.HEAD_STATE: options.micro_batches,
         Place.SLICE: 2,
         Place.SLICE_GRAD: 2,
+        Place.TOKENS: options.micro_batches,
+        Place.CACHE_RING: options.cache_ring if isinstance(options, PassOptions) else 0,
     }
     for buffer in plan.buffers():
         if buffer.place in limits and not 0 <= buffer.index[0] < limits[buffer.place]:
             raise PlanError(f"{buffer} does not exist: there are {limits[buffer.place]} of its kind")
 
 
-def _prove_contents(plan: Plan, layout: Layout, options: StepOptions) -> None:
+def _prove_contents(plan: Plan, effects: Effects) -> None:
+    layout, options = effects.layout, effects.options
     holds: dict[Buffer, Content] = {}
     for buffer in plan.buffers():
         if buffer.place in STATE_PLACES or buffer.place is Place.HOME:
             holds[buffer] = (str(buffer.place), *buffer.index, 0)
+        elif isinstance(effects, PassEffects) and (found := effects.found(buffer)) is not None:
+            holds[buffer] = found
     for op in plan.ops:
         for access in op.accesses:
             if access.needs is not None and holds.get(access.buffer) != access.needs:
@@ -72,6 +80,8 @@ def _prove_contents(plan: Plan, layout: Layout, options: StepOptions) -> None:
         for access in op.accesses:
             if access.leaves is not None:
                 holds[access.buffer] = access.leaves
+    if isinstance(effects, PassEffects):
+        _prove_kept(plan, effects, holds)
     for index, unit in enumerate(layout.units):
         trained_tiles = len(layout.tiles(index, trained=True)) if plan.trains else 0
         if index in options.resident:
@@ -85,6 +95,15 @@ def _prove_contents(plan: Plan, layout: Layout, options: StepOptions) -> None:
                 found = holds.get(buffer, (str(place), index, tile, 0))
                 if found != (str(place), index, tile, 1 if tile < trained_tiles else 0):
                     raise PlanError(f"{unit.name} tile {tile}: {place} ends as {found}, which is not what it should be")
+
+
+def _prove_kept(plan: Plan, effects: PassEffects, holds: dict[Buffer, Content]) -> None:
+    """A pass leaves what the next one finds, and keeps the places of it."""
+    for buffer, left in effects.left().items():
+        if holds.get(buffer, effects.found(buffer)) != left:
+            raise PlanError(f"{buffer} ends as {holds.get(buffer, 'nothing')}, and the next pass needs {left}")
+        if buffer.place not in plan.keeps:
+            raise PlanError(f"{buffer} is for the next pass, and the plan does not keep {buffer.place}")
 
 
 def _prove_order(plan: Plan) -> None:

@@ -70,6 +70,17 @@ class OpKind(StrEnum):
     UPDATE_RESIDENT_TABLE = "update_resident_table"  # the same for the table, touched rows included
     SETTLE = "settle"  # the spare copy becomes the state, or the update is done again with the right factor
     SETTLE_ROWS = "settle_rows"  # the same for a tile of the table, touched rows included
+    # generation
+    NEXT = "next"  # what this pass works on: the prompts, or the tokens that the pass before has chosen
+    EMBED_CACHED = "embed_cached"
+    FETCH_CACHE = "fetch_cache"  # keys and values of one block and micro-batch from the host
+    FORWARD_CACHED = "forward_cached"  # one block, which appends its keys and values to those that it finds
+    SPILL_CACHE = "spill_cache"  # the new ones to the host
+    HEAD_LAST = "head_last"  # the last position of each row, through the final norm
+    HEAD_LOGITS = "head_logits"  # logits of one tile of the projection, or of all of it (tile -1)
+    HEAD_PICK = "head_pick"  # the next token of each row
+    REPORT_TOKENS = "report_tokens"  # tokens of one micro-batch to the host
+    TAKE = "take"  # tokens onto the ends of their sequences
 
 
 class Place(StrEnum):
@@ -89,6 +100,10 @@ class Place(StrEnum):
     NORM_HOST = "norm_host"  # (unit, part)
     LOSS_HOST = "loss_host"
     VERDICT = "verdict"
+    SEQUENCES = "sequences"  # generation: every prompt, and what it has come to
+    FEED = "feed"  # what a pass works on, laid out to be loaded
+    TOKENS_HOST = "tokens_host"  # (micro-batch): tokens that a pass has chosen
+    CACHE_HOST = "cache_host"  # (unit, micro-batch): keys and values without room on the device
     # device
     BATCH = "batch"
     ROWS = "rows"
@@ -99,7 +114,10 @@ class Place(StrEnum):
     SLICE_SUM = "slice_sum"  # its gradient, summed in fp32
     SLICE_GRAD = "slice_grad"  # (position): its gradient, as it is downloaded
     ROW_NORM = "row_norm"  # norms of the projection's gradient, row by row
-    HEAD_STATE = "head_state"  # (micro-batch): sums of a sliced head
+    HEAD_STATE = "head_state"  # (micro-batch): sums of a sliced head; last positions and logits in generation
+    CACHE = "cache"  # (unit, micro-batch): keys and values that stay on the device
+    CACHE_RING = "cache_ring"  # (position): those of a block and micro-batch whose place is the host
+    TOKENS = "tokens"  # (micro-batch)
     HIDDEN = "hidden"  # (position): one hidden state [batch, length, hidden]
     CALL = "call"  # (micro-batch): what the glue hands to every block
     GRAD = "grad"  # (position): gradient of one block, as it is downloaded
@@ -171,12 +189,14 @@ class Plan:
     """A program with its waits. Steps join: `waits` holds those on the run before; on a first run they are void.
 
     ops: in program order. waits[i]: what op i waits for, beyond its lane's order. trains: leaves a new weight version.
+    keeps: kinds of buffer beside the state whose content a later run finds.
     """
 
     ops: tuple[Op, ...]
     waits: tuple[tuple[Wait, ...], ...]
     trains: bool
     name: str = field(default="step")
+    keeps: frozenset[Place] = frozenset()
 
     def buffers(self) -> dict[Buffer, None]:
         """Every buffer of the plan, in order of first use."""

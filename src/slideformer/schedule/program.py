@@ -29,7 +29,12 @@ def build_evaluation(layout: Layout, options: StepOptions) -> Plan:
 
 
 class Program:
-    """The forward half, which is the whole of an evaluation. A training step builds on it."""
+    """The forward half, which is the whole of an evaluation. A training step builds on it.
+
+    loads: the lane that brings the batch and its rows of the table.
+    """
+
+    loads = LaneName.UPLOAD
 
     def __init__(self, layout: Layout, options: StepOptions) -> None:
         self.layout, self.options = layout, options
@@ -89,9 +94,12 @@ class Program:
         self.upload_glue()
         self.upload_blocks(0)
 
+    def load(self) -> None:
+        self.emit(OpKind.LOAD, self.loads, Access("batch", Buffer(Place.BATCH), None, ("batch",)))
+
     def load_rows(self) -> None:
         rows_host, rows = Buffer(Place.ROWS_HOST), Buffer(Place.ROWS)
-        self.emit(OpKind.LOAD, LaneName.UPLOAD, Access("batch", Buffer(Place.BATCH), None, ("batch",)))
+        self.load()
         if self.table in self.resident:
             found = (self.weights(self.table, "table"), Access("target", rows, None, ("rows",)))
             self.emit(OpKind.PICK_ROWS, LaneName.COMPUTE, self.batch(), *found, unit=self.table)
@@ -103,7 +111,7 @@ class Program:
             self.emit(OpKind.GATHER, LaneName.GATHER, *planes, into, unit=self.table, tile=tile.index)
         self.emit(
             OpKind.UPLOAD_ROWS,
-            LaneName.UPLOAD,
+            self.loads,
             Access("source", rows_host, ("rows", len(tiles)), None),
             Access("target", rows, None, ("rows",)),
             unit=self.table,

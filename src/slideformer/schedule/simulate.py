@@ -36,6 +36,14 @@ LETTERS = {
     OpKind.SPILL: "s",
     OpKind.FETCH: "f",
     OpKind.GATHER: "g",
+    OpKind.FORWARD_CACHED: "F",
+    OpKind.EMBED_CACHED: "E",
+    OpKind.HEAD_LAST: "H",
+    OpKind.HEAD_LOGITS: "H",
+    OpKind.HEAD_PICK: "H",
+    OpKind.SPILL_CACHE: "s",
+    OpKind.FETCH_CACHE: "f",
+    OpKind.NEXT: "g",
 }
 OTHER = "-"
 LEGEND = {
