@@ -74,7 +74,7 @@ def test_an_unknown_key_of_a_dataset_is_told(complaint) -> None:
     text = "model: m\ndataset:\n  - {path: a, wieght: 2}\n"
     assert complaint(text) == "train.yaml:2: dataset: unknown key wieght: did you mean weight?"
     known = "path, name, split, format, columns, weight"
-    assert complaint(text.replace("wieght", "zz")) == f"train.yaml:2: dataset: unknown key zz: known: {known}"
+    assert complaint(text.replace("wieght", "zz")) == f"train.yaml:2: dataset: unknown key zz; known keys: {known}"
 
 
 def test_files_that_are_no_mapping_are_told(complaint) -> None:

@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from slideformer.config import DatasetSpec, TrainConfig
+from slideformer.errors import BadInput
 
 MINIMAL = {"model_name_or_path": "model", "dataset": "rows.jsonl"}
 
@@ -126,7 +127,7 @@ def test_values_as_people_write_them(key, written, means) -> None:
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_the_way_out(fields, complaint) -> None:
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(BadInput) as caught:
         make(**fields)
     assert complaint in str(caught.value)
 
@@ -159,3 +160,28 @@ def test_defaults_that_depend_on_what_else_is_given() -> None:
 )
 def test_updates_are_deferred_when_something_must_be_known_first(fields, program) -> None:
     assert make(**fields).update_program == program
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"learning_rate": "fast"}, "learning_rate: found 'fast', should be a valid number"),
+        ({"lerning_rate": 1e-5}, "unknown key lerning_rate: did you mean learning_rate?"),
+        ({"lr": 1e-5}, "unknown key lr: its name is learning_rate"),
+        ({"hub_token": "hf_x"}, "hub_token: a token does not belong in a config, which is kept beside the result: "),
+        ({"dataset": {"path": "a", "wieght": 2}}, "dataset: unknown key wieght: did you mean weight?"),
+        ({"dataset": ["a", {"path": "b", "weight": -1}]}, "dataset[1].weight: found -1, should be greater than 0"),
+        ({"val_size": 1.5}, "val_size is 1.5: give a number of rows, or a share below 1"),
+    ],
+)
+def test_python_hears_one_sentence_too(fields, sentence) -> None:
+    with pytest.raises(BadInput) as caught:
+        TrainConfig(**fields)
+    assert isinstance(caught.value, ValueError)
+    assert str(caught.value).startswith(sentence) and "\n" not in str(caught.value)
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+def test_a_setting_without_a_name_is_refused() -> None:
+    with pytest.raises(BadInput, match="found the key 3: keys are names"):
+        TrainConfig.model_validate({3: 4})

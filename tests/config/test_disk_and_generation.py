@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from pydantic import ValidationError
 
 from slideformer.config import DiskSettings, GenerationSettings, TrainConfig
+from slideformer.errors import BadInput
 
 MINIMAL = {"model_name_or_path": "model", "dataset": "rows.jsonl"}
 
@@ -74,6 +74,6 @@ def test_prompts_are_a_list_or_a_file(written, means) -> None:
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_the_way_out(fields, complaint) -> None:
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(BadInput) as caught:
         make(**fields)
     assert complaint in str(caught.value)

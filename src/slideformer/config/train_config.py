@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os.path import abspath, basename
 from typing import Literal, Self
 
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
 from slideformer.config.data import DataSettings
+from slideformer.config.faults import WrongSettings, wrong_settings
 from slideformer.config.machine import MachineSettings
 from slideformer.config.model import ModelSettings
 from slideformer.config.optimizer import DEFAULT_WARMUP_RATIO, WITHOUT_WARMUP, OptimizerSettings, StepSettings
@@ -27,6 +29,21 @@ class TrainConfig(
 
     model_name_or_path and dataset may stay empty only where a Trainer is given a model and rows by themselves.
     """
+
+    def __init__(self, **settings: object) -> None:
+        """Raises WrongSettings, a BadInput and a ValueError: what was found, what is allowed."""
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise wrong_settings(error, type(self).model_fields) from None
+
+    @classmethod
+    def model_validate(cls, settings: Mapping[str, object]) -> Self:
+        """The same for a mapping."""
+        for key in settings:
+            if not isinstance(key, str):
+                raise WrongSettings(f"found the key {key!r}: keys are names, as text", ())
+        return cls(**settings)
 
     @model_validator(mode="before")
     @classmethod

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 
 from slideformer.config import TrainConfig
+from slideformer.config.faults import WrongSettings
 from slideformer.errors import BadInput, RunFailed
 from slideformer.layout import Layout
 from slideformer.model import files, tensorfile, weights
@@ -101,8 +102,8 @@ def _of_checkpoint(folder: Path, model: Path | None) -> Source:
         )
     except Damaged as error:
         raise BadInput(f"{folder} cannot be exported: {error}") from None
-    except ValidationError as error:
-        raise BadInput(f"{folder} is of another version of slideformer: {error.errors()[0]['msg']}") from None
+    except WrongSettings as wrong:
+        raise BadInput(f"{folder} is of another version of slideformer: {wrong}") from None
     source = Path(config.model_name_or_path)
     if not source.is_dir():
         raise BadInput(f"the model that {folder} started from is not in {source}: say where it is with --model")

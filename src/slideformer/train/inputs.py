@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 
 from slideformer.config import TrainConfig
 from slideformer.data import Codec, Dataset, Rows, codec_of, load_dataset, samples_of, with_template
@@ -152,12 +151,7 @@ def _with(args: TrainConfig, changes: Mapping[str, object]) -> TrainConfig:
     given = {name: value for name, value in args.model_dump(mode="json").items() if name in args.model_fields_set}
     if given.get("metric_for_best_model") == "eval_loss":  # as by default, which the evaluation sets decide
         del given["metric_for_best_model"]
-    try:
-        return TrainConfig.model_validate({**given, **changes})
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise BadInput(f"{place}: {first['msg']}" if place else str(first["ctx"]["error"])) from None
+    return TrainConfig.model_validate({**given, **changes})
 
 
 def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
