@@ -97,3 +97,13 @@ def test_units_are_found_by_kind_and_a_tied_output_is_the_table():
 def test_what_cannot_be_cut_is_refused_with_a_sentence(make, text: str):
     with pytest.raises(ValueError, match=text):
         make()
+
+
+def test_an_untrained_layout_has_the_same_places_and_nothing_to_train():
+    block = Unit("b", UnitKind.BLOCK, (Param("norm", (4,), decay=False), Param("w", (4, 4))))
+    layout = Layout((Unit("t", UnitKind.TABLE, (Param("t", (8, 4)),)), block), 10, tied=True)
+    bare = layout.untrained()
+    assert (bare.train_numel, bare.numel) == (0, layout.numel)
+    assert [u.offsets for u in bare.units] == [u.offsets for u in layout.units]
+    with pytest.raises(ValueError, match="some parameters are frozen"):
+        bare.untrained()

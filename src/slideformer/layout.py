@@ -8,7 +8,7 @@ and every update.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
@@ -132,6 +132,14 @@ class Layout:
     @cached_property
     def train_numel(self) -> int:
         return sum(u.train_numel for u in self.units)
+
+    def untrained(self) -> Layout:
+        """The same with nothing trained, so that a state for it holds weights and nothing else. Raises ValueError where
+        some parameters are frozen already: the others would change their places."""
+        if self.train_numel < self.numel:
+            raise ValueError("some parameters are frozen; a layout without training is made of one that trains all")
+        units = [replace(u, params=tuple(replace(p, trainable=False) for p in u.params)) for u in self.units]
+        return replace(self, units=tuple(units))
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -13,8 +13,8 @@ import torch
 
 from slideformer.device import Device
 from slideformer.layout import Layout
-from slideformer.memory.host import Arena, aligned
-from slideformer.memory.state import Home, Moments, State, Twin
+from slideformer.memory.host import ALIGN, DEVICE_ALIGN, Arena, aligned
+from slideformer.memory.state import Carved, Home, Moments, State, Twin
 from slideformer.native import Planes
 from slideformer.schedule import Buffer, Place, Plan
 
@@ -53,7 +53,7 @@ class Need:
 
     @property
     def nbytes(self) -> int:
-        return aligned(self.numel * self.dtype.itemsize)
+        return aligned(self.numel * self.dtype.itemsize, DEVICE_ALIGN if self.tier is Tier.DEVICE else ALIGN)
 
 
 class Cell:
@@ -87,7 +87,7 @@ class _Sizes:
         self.rows = num_rows(layout, shape) * layout.units[0].row_numel
         self.slice = layout.tiles(layout.output)[0].numel
         self.landings = [[t.numel for t in layout.tiles(u, trained=True)] for u in range(len(layout.units))]
-        self.largest_landing = max(tiles[0] for tiles in self.landings if tiles)
+        self.largest_landing = max((tiles[0] for tiles in self.landings if tiles), default=0)
 
     def need(self, buffer: Buffer) -> Need:
         place, index = buffer
@@ -146,9 +146,16 @@ def allocate(
     plans: Iterable[Plan], layout: Layout, shape: BatchShape, state: State, device: Device
 ) -> dict[Buffer, torch.Tensor | Moments | Twin | Home | Cell]:
     """Every buffer of these plans. Raises DoesNotFit naming the tier when there is no room."""
-    found = needs(plans, layout, shape)
+    return make(needs(plans, layout, shape), layout, state, device)
+
+
+def make(
+    found: Mapping[Buffer, Need], layout: Layout, state: State, device: Device
+) -> dict[Buffer, torch.Tensor | Moments | Twin | Home | Cell]:
+    """Every buffer of `needs`. Raises DoesNotFit naming the tier when there is no room."""
     locked = [(n.numel, n.dtype) for n in found.values() if n.tier is Tier.LOCKED]
     arena = Arena.of(locked, "gradient, saved-input and row buffers")
+    there = Carved(device, sum(n.nbytes for n in found.values() if n.tier is Tier.DEVICE))
     buffers: dict[Buffer, torch.Tensor | Moments | Twin | Home | Cell] = {}
     for buffer, need in found.items():
         match need.tier:
@@ -157,7 +164,7 @@ def allocate(
             case Tier.CELL:
                 buffers[buffer] = Cell()
             case Tier.DEVICE:
-                buffers[buffer] = device.empty(need.numel, need.dtype)
+                buffers[buffer] = there.take(need.numel, need.dtype)
             case Tier.LOCKED:
                 buffers[buffer] = arena.take(need.numel, need.dtype)
                 buffers[buffer].zero_()  # touched now, so that no step pays for the pages

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import cached_property
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slideformer.layout import Layout, Param, Unit, UnitKind
 from slideformer.model.build import ModelRefused, build, some
+from slideformer.model.cache import CacheShape, PassCache
 from slideformer.model.elementwise import apply_kernels
 from slideformer.model.names import checkpoint_names
 from slideformer.model.packed_attention import BY_SAMPLE, Packing, Samples, check_mask, packing_of, samples_of
@@ -97,6 +99,16 @@ class Decoder:
         kinds = getattr(self._model.config, "layer_types", None)
         return "" if kinds is None else str(kinds[index])
 
+    @cached_property
+    def cache_shape(self) -> CacheShape:
+        """What a block keeps between tokens. Raises ModelRefused for a model that keeps something else than keys and
+        values."""
+        return CacheShape(self._model.config)
+
+    def pass_cache(self, length: int) -> PassCache:
+        """For one pass of one micro-batch that has `length` positions behind it."""
+        return PassCache(self.cache_shape, len(self.layout.blocks), length)
+
     def views(self, unit: int, flat: torch.Tensor, *, requires_grad: bool = False) -> dict[str, torch.Tensor]:
         """Parameters of a unit by name, as views of its flat vector. `flat` may be longer (a slot); it needs no grad.
 
@@ -119,6 +131,7 @@ class Decoder:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         packing: Packing | None = None,
+        cache: PassCache | None = None,
     ) -> tuple[torch.Tensor, Call]:
         """What the first block gets, and what all blocks are called with: the model's own forward up to its blocks.
 
@@ -126,8 +139,9 @@ class Decoder:
         `padding_idx` among them, which gets no gradient; None when it is not there. glue: the glue unit's parameters,
         empty if it has none. attention_mask: [B, S], 1 = real; right padding needs none. position_ids: [B, S]; the
         samples packed in a row are those between restarts. packing: `packing_of` them, from the host; without it a mask
-        of [B, S, S] keeps them apart on a GPU. Differentiable in rows and glue; the caller sets the grad mode. Waits
-        for the device only if an attention_mask is given, or where the model does (rope type "dynamic"). Raises
+        of [B, S, S] keeps them apart on a GPU. cache: from `pass_cache`, for `forward_cached`; attention_mask is then
+        that of the positions before, too, [B, length + S]. Differentiable in rows and glue; the caller sets the mode.
+        Waits for the device only if an attention_mask is given, or where the model does (rope type "dynamic"). Raises
         BadInput for packed rows whose mask would be too large.
         Returns hidden [B, S, H].
         """
@@ -135,6 +149,10 @@ class Decoder:
         self._table.bind({self._parts.table_name: rows})
         self._glue.bind(glue)
         try:
+            if cache is not None:
+                return self._parts.recorders.run(
+                    cache, input_ids=ids, attention_mask=attention_mask, position_ids=position_ids
+                )
             with packing_known(position_ids is not None, self._samples(position_ids, attention_mask, packing)):
                 return self._parts.recorders.run(
                     input_ids=ids, attention_mask=attention_mask, position_ids=position_ids
@@ -168,6 +186,19 @@ class Decoder:
         finally:
             binding.release()
         return output[0] if self._parts.recorders.returns_tuple else output
+
+    def forward_cached(
+        self, unit: int, params: dict[str, torch.Tensor], hidden: torch.Tensor, call: Call, memory: torch.Tensor
+    ) -> torch.Tensor:
+        """Run one block on positions that follow others, without a graph. call: from `embed` with a cache. memory:
+        flat, what the block keeps: `cache_shape.numel` elements for each position and row; those of this call are
+        appended."""
+        assert call.cache is not None, "the call was made without a cache"
+        call.cache.open(memory)
+        try:
+            return self.forward(unit, params, hidden, call)
+        finally:
+            call.cache.shut()
 
     def rerun(self, unit: int, params: dict[str, torch.Tensor], hidden: torch.Tensor, call: Call) -> torch.Tensor:
         """`forward` for the sake of its graph: gradients through the result are right, its value is undefined."""

@@ -7,6 +7,7 @@ The same run sees whether the hidden states go straight from one to the next, wh
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -15,14 +16,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from slideformer.model.build import ModelRefused, some
+from slideformer.model.cache import PassCache
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What the model passes to each block besides the hidden states: positional and keyword arguments, per block."""
+    """What the model passes to each block besides the hidden states: positional and keyword arguments, per block.
+
+    cache: in generation, where the blocks find their keys and values; it is among the arguments, too.
+    """
 
     args: tuple[tuple[object, ...], ...]
     kwargs: tuple[dict[str, object], ...]
+    cache: PassCache | None = None
 
 
 class Binding:
@@ -71,6 +77,12 @@ class Recorders:
         for index, block in enumerate(self.blocks):
             block.forward = self._recorder(index)
 
+    @property
+    def cache_name(self) -> str:
+        """transformers renamed the argument in 5.24; the old name goes with 5.40."""
+        known = inspect.signature(type(self.model).forward).parameters
+        return "cache" if "cache" in known else "past_key_values"
+
     def _recorder(self, index: int) -> Callable[..., object]:
         def record(*args: object, **kwargs: object) -> object:
             hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
@@ -95,11 +107,12 @@ class Recorders:
 
         return record
 
-    def run(self, **inputs: torch.Tensor | None) -> tuple[torch.Tensor, Call]:
+    def run(self, cache: PassCache | None = None, **inputs: torch.Tensor | None) -> tuple[torch.Tensor, Call]:
         """Hidden states before the first block, and what the blocks are called with."""
         self.hidden, self.args, self.kwargs = None, [], []
+        cached = {} if cache is None else {self.cache_name: cache}
         try:
-            self.model(**inputs, use_cache=False)
+            self.model(**inputs, **cached, use_cache=cache is not None)
         except _Stop:
             pass
         if len(self.args) != len(self.blocks):
@@ -107,7 +120,7 @@ class Recorders:
                 f"{self.model.config.model_type} ran {len(self.args)} of its {len(self.blocks)} blocks; every block "
                 "must run: choose another model."
             )
-        hidden, call = self.hidden, Call(tuple(self.args), tuple(self.kwargs))
+        hidden, call = self.hidden, Call(tuple(self.args), tuple(self.kwargs), cache)
         self.hidden, self.args, self.kwargs = None, [], []
         return hidden, call
 
