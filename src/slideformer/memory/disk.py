@@ -12,8 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,14 @@ from types import TracebackType
 import torch
 
 from slideformer.errors import BadInput, DoesNotFit, RunFailed
-from slideformer.memory.disk_blocks import Block, Own, Short
 from slideformer.memory.disk_claim import Claim, identity, remove_own
 from slideformer.memory.disk_direct import open_file, passes_the_cache
 from slideformer.memory.disk_extent import PAGE, difference, header, name_digest, padded
+from slideformer.memory.disk_stand_in import StandInDisk
+from slideformer.native import NativeDisk, ShortFile, Stopped, load_disk
+
+STAND_IN_GBPS = 1.1
+"""Written or read, 8 threads (2-core Sapphire Rapids whose disk gives 2, 2026-11-30)."""
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +71,11 @@ class DiskFolder:
         self.path, self.block_nbytes, self._keep = path, block_nbytes, keep
         self.reads, self.writes = Traffic(), Traffic()
         self._files: dict[str, DiskFile] = {}
-        self._traffic_lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), False
         self.claim = Claim(path)
         try:
             self.direct = passes_the_cache(path)
-            self._crew = _Crew(threads, block_nbytes)
+            self.threads = _threads(threads, block_nbytes)
         except BaseException as error:
             self.claim.release(remove=True)
             if isinstance(error, OSError):
@@ -103,29 +106,29 @@ class DiskFolder:
     def close(self, *, clean: bool = True) -> None:
         """End the threads, after the blocks that are under way; calls that wait for more fail. Then remove what this
         run made, the folder too if nothing else is in it; not if `keep`, or not `clean`. May be called again."""
-        if not self.claim.mine or not self._crew.stop():
-            return
+        with self._lock:
+            if self._closed or not self.claim.mine:
+                return
+            self._closed = True
+        self.threads.stop()
         for file in self._files.values():
             file.close(remove=clean and not self._keep)
         self.claim.release(remove=clean and not self._keep)
 
-    def move(self, blocks: int, work: Callable[[int, Own], None], traffic: Traffic, nbytes: int) -> None:
-        """For `DiskFile`: work(0 .. blocks - 1) on the threads, and note that so much has moved. Blocks."""
-        with self._noting(traffic):
-            self._crew.run(blocks, work)
-        with self._traffic_lock:
-            traffic.nbytes += nbytes
-
     @contextmanager
-    def _noting(self, traffic: Traffic) -> Iterator[None]:
-        with self._traffic_lock:
+    def noting(self, traffic: Traffic, nbytes: int) -> Iterator[None]:
+        """For `DiskFile`: one of its calls is at work, and moves so much if it ends well."""
+        with self._lock:
             if traffic.running == 0:
                 traffic.since = time.perf_counter()
             traffic.running += 1
+        moved = 0
         try:
             yield
+            moved = nbytes
         finally:
-            with self._traffic_lock:
+            with self._lock:
+                traffic.nbytes += moved
                 traffic.running -= 1
                 if traffic.running == 0:
                     traffic.busy_s += time.perf_counter() - traffic.since
@@ -137,6 +140,18 @@ class DiskFolder:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _threads(threads: int, block_nbytes: int) -> NativeDisk | StandInDisk:
+    made = load_disk(threads, block_nbytes)
+    if made is None:
+        log.warning(
+            "Blocks on disk are summed in numpy, at about %.1f GB/s, since there is no native library: "
+            "`python -m slideformer.native.build` makes it where there is a C++ compiler",
+            STAND_IN_GBPS,
+        )
+        return StandInDisk(threads=threads, block_nbytes=block_nbytes)
+    return made
 
 
 @dataclass(slots=True)
@@ -187,21 +202,15 @@ class DiskFile:
 
         Raises DiskFault.
         """
-        place, data, aligned = self._place(extent, source)
-        if len(data) > place.nbytes:
-            raise ValueError(f"{len(data)} bytes for extent {extent} of {self.name}, which has {place.nbytes}")
+        place, data = self._extents[extent], _bytes_of(source)
+        if data.numel() > place.nbytes:
+            raise ValueError(f"{data.numel()} bytes for extent {extent} of {self.name}, which has {place.nbytes}")
         place.generation += 1
         place.length = -1
-        head = header(self._folder.claim.run, self._digest, extent, place.generation, len(data))
-        blocks = self._blocks(place, data, aligned)
-        sums = [0] * len(blocks)
-
-        def work(index: int, own: Own) -> None:
-            sums[index] = own.write(blocks[index], head if index == 0 else None)
-
-        with self._told(extent, "written"):
-            self._folder.move(len(blocks), work, self._folder.writes, len(data))
-        place.length, place.checksum = len(data), sum(sums) % 2**64
+        head = bytearray(self._header(extent, data.numel()))
+        with self._told(extent, "written"), self._folder.noting(self._folder.writes, data.numel()):
+            total = self._folder.threads.write(self._file, place.offset, head, data)
+        place.length, place.checksum = data.numel(), total
 
     def read(self, extent: int, target: torch.Tensor) -> None:
         """The data of an extent as the last write left it. target: 1-D, any dtype, host, as many bytes as were
@@ -209,28 +218,21 @@ class DiskFile:
 
         Raises DiskFault: nothing was written, the last write failed, or something else is there now.
         """
-        place, data, aligned = self._place(extent, target)
+        place, data = self._extents[extent], _bytes_of(target)
         if place.length < 0:
-            why = "was never written" if place.generation == 0 else "could not be written"
-            raise DiskFault(f"extent {extent} of {self.path} {why} and cannot be read")
-        if len(data) != place.length:
-            raise ValueError(f"{len(data)} bytes for extent {extent} of {self.name}, {place.length} were written")
-        expected = header(self._folder.claim.run, self._digest, extent, place.generation, place.length)
-        blocks = self._blocks(place, data, aligned)
-        sums, heads = [0] * len(blocks), []
-
-        def work(index: int, own: Own) -> None:
-            sums[index] = own.read(blocks[index], head=index == 0)
-            if index == 0:
-                heads.append(bytes(own.head))
-
-        with self._told(extent, "read"):
-            self._folder.move(len(blocks), work, self._folder.reads, len(data))
-        wrong = difference(heads[0], expected)
-        if wrong is None and sum(sums) % 2**64 != place.checksum:
-            wrong = "its data was changed"
+            why = "is being written or could not be" if place.generation else "was never written"
+            raise DiskFault(f"extent {extent} of {self.path} {why}: it cannot be read")
+        if data.numel() != place.length:
+            raise ValueError(f"{data.numel()} bytes for extent {extent} of {self.name}, {place.length} were written")
+        expected, wanted, head = self._header(extent, place.length), place.checksum, bytearray(PAGE)
+        with self._told(extent, "read"), self._folder.noting(self._folder.reads, data.numel()):
+            total = self._folder.threads.read(self._file, place.offset, head, data)
+        wrong = difference(bytes(head), expected) or ("its data was changed" if total != wanted else None)
         if wrong is not None:
             raise DiskFault(f"extent {extent} of {self.path} is not what this run wrote: {wrong}")
+
+    def _header(self, extent: int, nbytes: int) -> bytes:
+        return header(self._folder.claim.run, self._digest, extent, self._extents[extent].generation, nbytes)
 
     def close(self, *, remove: bool) -> None:
         """For `DiskFolder`."""
@@ -238,125 +240,21 @@ class DiskFile:
             remove_own(self.path, self._identity)
         os.close(self._file)
 
-    def _place(self, extent: int, tensor: torch.Tensor) -> tuple[_Extent, memoryview, bool]:
-        """(the extent, the tensor's bytes, whether they start on a page)"""
-        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
-            raise ValueError(
-                f"a tensor of shape {list(tensor.shape)} on {tensor.device}: must be 1-D, without gaps, host"
-            )
-        data = memoryview(tensor.detach().view(torch.uint8).numpy())
-        return self._extents[extent], data, tensor.data_ptr() % PAGE == 0
-
-    def _blocks(self, place: _Extent, data: memoryview, aligned: bool) -> list[Block]:
-        """At least one, which has the header before it."""
-        step, first = self._folder.block_nbytes, place.offset + PAGE
-        return [
-            Block(self._file, first + start, start // PAGE, data[start : start + step], aligned)
-            for start in range(0, max(len(data), 1), step)
-        ]
-
     @contextmanager
     def _told(self, extent: int, done: str) -> Iterator[None]:
         try:
             yield
-        except Short as short:
+        except ShortFile as short:
             size = os.fstat(self._file).st_size
             cut = f"the file was cut to {size} of {self.nbytes} bytes" if size < self.nbytes else str(short)
             raise DiskFault(f"extent {extent} of {self.path} could not be {done}: {cut}") from None
+        except Stopped:
+            raise DiskFault(f"extent {extent} of {self.path} could not be {done}: the folder was closed") from None
         except OSError as error:
             raise DiskFault(f"extent {extent} of {self.path} could not be {done}: {error.strerror}") from error
 
 
-class _Job:
-    """One call's blocks. next: not begun yet. running: begun and not done."""
-
-    __slots__ = ("count", "failure", "next", "running", "work")
-
-    def __init__(self, count: int, work: Callable[[int, Own], None]) -> None:
-        self.count, self.work = count, work
-        self.next, self.running = 0, 0
-        self.failure: BaseException | None = None
-
-    @property
-    def over(self) -> bool:
-        return self.running == 0 and self.next == self.count
-
-
-class _Crew:
-    """Threads that take blocks from all calls in turn, so that a short call does not wait for all of a long one."""
-
-    def __init__(self, threads: int, block_nbytes: int) -> None:
-        self._changed = threading.Condition()
-        self._jobs: deque[_Job] = deque()  # those with blocks that nobody has begun
-        self._stopped = False
-        self._threads: list[threading.Thread] = []
-        try:
-            for index in range(threads):
-                thread = threading.Thread(target=self._serve, args=(block_nbytes,), name=f"disk-{index}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
-        except RuntimeError as error:
-            self.stop()
-            raise RunFailed(f"{threads} threads for the disk could not be started ({error}): raise the limit") from None
-
-    def run(self, count: int, work: Callable[[int, Own], None]) -> None:
-        """Returns, or raises what the first failing block raised, when no block is under way any more."""
-        job = _Job(count, work)
-        with self._changed:
-            if self._stopped:
-                raise RunFailed("the folder on disk is closed")
-            self._jobs.append(job)
-            self._changed.notify_all()
-            while not job.over:
-                self._changed.wait()
-        if job.failure is not None:
-            raise job.failure
-
-    def stop(self) -> bool:
-        """Blocks under way are finished, all others dropped. False: it was stopped before."""
-        with self._changed:
-            if self._stopped:
-                return False
-            self._stopped = True
-            for job in self._jobs:
-                self._drop(job, RunFailed("the folder on disk was closed meanwhile"))
-            self._jobs.clear()
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-        return True
-
-    def _drop(self, job: _Job, failure: BaseException) -> None:
-        job.next, job.failure = job.count, job.failure or failure
-
-    def _serve(self, block_nbytes: int) -> None:
-        own = Own(block_nbytes)
-        while (taken := self._take()) is not None:
-            job, index = taken
-            failure: BaseException | None = None
-            try:
-                job.work(index, own)
-            except BaseException as error:  # whatever it is belongs to the caller
-                failure = error
-            with self._changed:
-                job.running -= 1
-                if failure is not None:
-                    self._drop(job, failure)
-                    if job in self._jobs:
-                        self._jobs.remove(job)
-                if job.over:
-                    self._changed.notify_all()
-
-    def _take(self) -> tuple[_Job, int] | None:
-        """A block of the call that has waited longest for its turn; None when there is nothing more to come."""
-        with self._changed:
-            while not self._jobs:
-                if self._stopped:
-                    return None
-                self._changed.wait()
-            job = self._jobs.popleft()
-            index = job.next
-            job.next, job.running = index + 1, job.running + 1
-            if job.next < job.count:
-                self._jobs.append(job)
-            return job, index
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError(f"a tensor of shape {list(tensor.shape)} on {tensor.device}: must be 1-D, without gaps, host")
+    return tensor.detach().view(torch.uint8)

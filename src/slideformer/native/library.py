@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import weakref
-from ctypes import CDLL, POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import CDLL, POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import astuple, fields
 from functools import lru_cache
 from pathlib import Path
@@ -56,6 +56,14 @@ def open_library(path: Path) -> CDLL:
         "sf_split": (None, [pool, c_void_p, c_void_p, c_void_p, c_int64]),
         "sf_join": (None, [pool, c_void_p, c_void_p, c_void_p, c_int64]),
         "sf_stream": (None, [pool, state, c_void_p, c_int64]),
+        "sf_disk_create": (c_void_p, [c_int32, c_int64]),
+        "sf_disk_stop": (None, [c_void_p]),
+        "sf_disk_destroy": (None, [c_void_p]),
+        "sf_disk_move": (
+            c_int32,
+            [c_void_p, c_int32, c_int32, c_int64, c_void_p, c_void_p, c_int64, c_void_p],
+        ),
+        "sf_checksum": (c_uint64, [c_void_p, c_int64, c_int64]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

@@ -9,6 +9,7 @@ from importlib import metadata
 from math import ceil
 from pathlib import Path
 
+from slideformer.native.disk import NativeDisk
 from slideformer.native.kernels import HostKernels, TorchKernels
 from slideformer.native.library import LIBRARY_NAME, NativeKernels, open_library
 
@@ -32,6 +33,20 @@ def load(threads: int | None = None, *, isa: str | None = None) -> HostKernels:
             problems.append(str(error))
     _warn_once("; ".join(problems))
     return TorchKernels()
+
+
+def load_disk(threads: int, block_nbytes: int) -> NativeDisk | None:
+    """Threads of the native library that move blocks between memory and files; None where there is no library.
+
+    Raises OSError where the threads cannot be started.
+    """
+    for path in filter(Path.exists, _places()):
+        try:
+            library = open_library(path)
+        except OSError:
+            continue
+        return NativeDisk(library, threads=threads, block_nbytes=block_nbytes)
+    return None
 
 
 def _places() -> list[Path]:

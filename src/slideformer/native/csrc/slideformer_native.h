@@ -61,3 +61,32 @@ SF_API void sf_join(sf_pool* pool, const uint16_t* weight, const int16_t* residu
 // Reads 14 and writes 12 bytes an element in the pattern of sf_adamw with a bf16 gradient, and computes next to
 // nothing: the speed limit that a benchmark compares with. Fills the state with meaningless bits.
 SF_API void sf_stream(sf_pool* pool, const sf_state* state, const uint16_t* grad, int64_t numel);
+
+struct sf_disk;
+
+// What a move did. sum: over the data, padded with zeros to whole pages. missing, offset: for SF_DISK_SHORT.
+struct sf_disk_moved {
+    uint64_t sum;
+    int64_t missing, offset;
+};
+
+// Besides 0 and errno. SHORT: the file gave or took no more. STOPPED: sf_disk_stop came before the end; or a fork did.
+enum sf_disk_status { SF_DISK_SHORT = -1, SF_DISK_STOPPED = -2 };
+
+// `threads` threads that move blocks of block_nbytes, whole pages of 4096 bytes. Null if one could not be started.
+SF_API sf_disk* sf_disk_create(int32_t threads, int64_t block_nbytes);
+// Finishes the blocks under way, drops all others, and joins the threads. Later moves give SF_DISK_STOPPED.
+SF_API void sf_disk_stop(sf_disk* disk);
+// The same, and frees it. No move may be running.
+SF_API void sf_disk_destroy(sf_disk* disk);
+
+// Moves an extent between memory and `file`: at `offset` the page `head`, behind it nbytes of data, padded with zeros
+// to whole pages. write: to the file, else from it. offset: whole pages. data: any alignment; straight from or to memory
+// if it starts on a page. The caller sleeps meanwhile, and several may call. Returns 0, an errno, or a sf_disk_status;
+// then the contents of what was to be written to are undefined.
+SF_API int32_t sf_disk_move(sf_disk* disk, int32_t write, int32_t file, int64_t offset, void* head, void* data,
+                            int64_t nbytes, sf_disk_moved* moved);
+
+// The sum of `num` whole pages of which the first is page `page` of an extent. Sums of parts add up to that of the
+// whole. Specification: slideformer.memory.disk_extent.checksum.
+SF_API uint64_t sf_checksum(const void* pages, int64_t num, int64_t page);
