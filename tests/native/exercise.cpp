@@ -1,6 +1,6 @@
 // Calls every function of the native library as the engine does: several pools, several threads on one pool, odd sizes
-// and unaligned starts, in place and not, rows in and out of range, after a fork. Built with a sanitizer, which
-// ends it with a report; by itself it checks only that nothing depends on threads or instruction set.
+// and unaligned starts, in place and not, rows in and out of range, extents of a file, after a fork. Built with a
+// sanitizer, which ends it with a report; by itself it checks only that nothing depends on threads or instruction set.
 //
 // usage: exercise LIBRARY
 #include <dlfcn.h>
@@ -39,6 +39,11 @@ struct Library {
     FUNCTION(sf_split);
     FUNCTION(sf_join);
     FUNCTION(sf_stream);
+    FUNCTION(sf_disk_create);
+    FUNCTION(sf_disk_stop);
+    FUNCTION(sf_disk_destroy);
+    FUNCTION(sf_disk_move);
+    FUNCTION(sf_checksum);
 #undef FUNCTION
     explicit Library(const char* path) : handle(dlopen(path, RTLD_NOW)) {
         if (!handle) {
@@ -168,6 +173,64 @@ void everything(const Library& l, sf_pool* pool, sf_pool* plain) {
     for (const int64_t numel : {0, 1, 17, 4097, 100003}) planes(l, pool, numel, 1);
 }
 
+char* aligned_to_pages(int64_t nbytes) {
+    return static_cast<char*>(std::aligned_alloc(4096, (nbytes + 4096) / 4096 * 4096));
+}
+
+// Extents of a file, written and read from several threads; memory that starts on a page, and some that does not.
+void extents(const Library& l, sf_disk* disk, int file, int64_t which) {
+    std::mt19937 random(static_cast<unsigned>(which));
+    for (const int64_t nbytes : {0, 1, 4095, 4096, 4097, 20480, 65537})
+        for (const int shift : {0, 64}) {
+            const int64_t offset = which << 20;
+            std::unique_ptr<char, decltype(&std::free)> from(aligned_to_pages(nbytes + shift), &std::free);
+            std::unique_ptr<char, decltype(&std::free)> to(aligned_to_pages(nbytes + 64 - shift), &std::free);
+            char* const source = from.get() + shift;
+            char* const target = to.get() + 64 - shift;
+            for (int64_t i = 0; i < nbytes; ++i) source[i] = static_cast<char>(random());
+            Array<char> head(4096, 0), back(4096, 0);
+            std::memset(head.data, static_cast<int>(which), 4096);
+            sf_disk_moved written{}, read{};
+            require(l.sf_disk_move_(disk, 1, file, offset, head.data, source, nbytes, &written) == 0, "a write");
+            require(l.sf_disk_move_(disk, 0, file, offset, back.data, target, nbytes, &read) == 0, "a read");
+            require(!std::memcmp(source, target, nbytes) && written.sum == read.sum, "what was written");
+            require(!std::memcmp(head.data, back.data, 4096), "and its header");
+        }
+}
+
+void files(const Library& l) {
+    char name[] = "exercise-XXXXXX";
+    const int file = mkstemp(name);
+    require(file >= 0 && unlink(name) == 0 && ftruncate(file, 4 << 20) == 0, "a file");
+    for (const int threads : {1, 3}) {
+        sf_disk* disk = l.sf_disk_create_(threads, 8192);
+        require(disk, "threads for the disk");
+        std::vector<std::thread> callers;
+        for (int64_t i = 0; i < 3; ++i) callers.emplace_back([&, i] { extents(l, disk, file, i); });
+        for (std::thread& caller : callers) caller.join();
+        callers.clear();
+        Array<char> head(4096, 0), data(1 << 20, 0);
+        std::memset(head.data, 1, 4096);
+        std::memset(data.data, 1, 1 << 20);
+        sf_disk_moved moved{};
+        require(l.sf_disk_move_(disk, 0, file, 4 << 20, head.data, data.data, 1, &moved) == SF_DISK_SHORT, "an end");
+        require(moved.offset == 4 << 20 && moved.missing == 8192, "where it is");
+        require(l.sf_disk_move_(disk, 0, -1, 0, head.data, data.data, 1 << 20, &moved) > 0, "an error");
+        for (int i = 0; i < 3; ++i)
+            callers.emplace_back([&, i] {
+                Array<char> own(4096, 0);
+                std::memset(own.data, i, 4096);
+                sf_disk_moved one{};
+                while (l.sf_disk_move_(disk, 1, file, i << 20, own.data, data.data, 900000, &one) == 0) {
+                }
+            });
+        l.sf_disk_stop_(disk);
+        for (std::thread& caller : callers) caller.join();
+        l.sf_disk_destroy_(disk);
+    }
+    close(file);
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -189,12 +252,19 @@ int main(int count, char** words) {
         l.sf_pool_destroy_(pool);
         std::printf("%s\n", isa.c_str());
     }
+    files(l);
     sf_pool* pool = l.sf_pool_create_(3, nullptr);
+    sf_disk* disk = l.sf_disk_create_(2, 8192);
     std::fflush(stdout);
     const pid_t child = fork();
     if (child == 0) {
         adamw(l, pool, 40001, 0, SF_GRAD_BF16, true);
         l.sf_pool_destroy_(pool);
+        char page[4096];
+        sf_disk_moved moved{};
+        require(l.sf_disk_move_(disk, 0, 0, 0, page, page, 0, &moved) == SF_DISK_STOPPED, "no threads in a child");
+        l.sf_disk_stop_(disk);
+        l.sf_disk_destroy_(disk);
         _exit(0);
     }
     int status = 0;
@@ -202,5 +272,6 @@ int main(int count, char** words) {
     require(status == 0, "calls work in a child");
     l.sf_pool_destroy_(pool);
     l.sf_pool_destroy_(plain);
+    l.sf_disk_destroy_(disk);
     return 0;
 }
