@@ -106,8 +106,9 @@ def _memory(steps: dict[str, Line]) -> Iterator[Target]:
     if line is None:
         return
     grown = line["host_peak_gib"] - line["host_before_gib"]
-    most = HOST_NBYTES * line["params"] / 2**30 + SPARE_GIB
-    if not line["options"]["saved_on_device"]:  # None: all of them; else what is spilled would come on top
+    saved_gib = line.get("saved_gib", 0.0)  # inputs on the host, at exact size
+    most = HOST_NBYTES * line["params"] / 2**30 + saved_gib + SPARE_GIB
+    if line["options"]["saved_on_device"] in (0, None):  # all there, or none
         yield Target("ours-streamed:eager, host GiB over 12 B a parameter + 1 GiB", grown / most, 1.0)
     if (line["shape"], line["batch"], line["seq"]) == ("qwen3-8b", 1, 1024):
         yield Target("ours-streamed:eager, GiB allocated on the device", line["gpu_peak_gib"], 3.0)

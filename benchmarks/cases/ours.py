@@ -59,7 +59,8 @@ def measure(settings: Settings) -> dict[str, object]:
         if cuda and settings.gpu_limit_gib:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(settings.gpu_limit_gib * GIB / total)
-        torch.zeros(1, device=device.torch_device)  # the context is not ours to count
+        square = torch.zeros(512, 512, device=device.torch_device)
+        (square @ square).sum().item()  # the context and the matrix library are not ours to count
         host_before = host_peak_gib()
         kernels, *without = settings.kernels.split("-")
         decoder = Decoder(
@@ -160,6 +161,7 @@ def _memory(engine: Engine, device: Device) -> dict[str, object]:
         "gpu_reserved_gib": round(reserved / GIB, 3),
         "host_peak_gib": host_peak_gib(),
         "pinned_gib": round(device.page_locked_nbytes / GIB, 3),
+        "saved_gib": round(engine.budget.host.get("saved inputs", 0) / GIB, 3),
         "plan_gib": {tier: round(nbytes / GIB, 3) for tier, nbytes in engine.memory().items()},
     }
 

@@ -90,7 +90,8 @@ def test_with_everything_resident_nothing_but_norms_and_the_loss_crosses_the_lin
         assert not {b.place for b in engine.plan.buffers()} & {Place.SLOT, Place.WEIGHT, Place.RING, Place.GRAD_HOST}
         assert [str(op) for op in engine.plan.ops if op.lane is LaneName.UPLOAD] == ["load"]
         assert engine.state.nbytes == 0 and engine.budget.state_nbytes == 0
-        assert engine.budget.device["resident state"] == 16 * decoder.layout.numel  # 12, and the master joined
+        nbytes, rounding = 16 * decoder.layout.numel, 5 * 512 * len(every)  # 12, and the master joined
+        assert nbytes <= engine.budget.device["resident state"] < nbytes + rounding
 
 
 def test_device_bytes_are_those_of_the_budget():

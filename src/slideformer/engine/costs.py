@@ -64,7 +64,8 @@ class BlockCost:
 @dataclass(frozen=True, slots=True)
 class Costs:
     """blocks: in the layout's order. head_s: with gradients; loss_s: without. measured: on the device itself.
-    whole_head: the output projection and its gradient have room there as a whole."""
+    whole_head: the output projection and its gradient have room there as a whole. library_nbytes: what matrix libraries
+    keep on the device from their first use on."""
 
     rates: Rates
     blocks: tuple[BlockCost, ...]
@@ -73,6 +74,7 @@ class Costs:
     head_workspace_nbytes: int
     measured: bool
     whole_head: bool = True
+    library_nbytes: int = 0
 
     def of_share(self, share: float) -> Costs:
         """With memory for so many times the tokens of a micro-batch."""

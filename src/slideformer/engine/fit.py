@@ -47,7 +47,7 @@ def budget_of(
     if costs is not None:
         of_block = dict(zip(layout.blocks, costs.blocks, strict=True))
         kept = () if options.keep == "auto" else options.keep
-        found.device["working memory"] = costs.workspace_nbytes
+        found.device["working memory"] = costs.workspace_nbytes + costs.library_nbytes
         if options.sliced_head is True:
             per_token = 2 * dtype.itemsize + 4  # before and after the final norm, and the fp32 sum of its gradient
             tokens = options.batch_shape(hidden_size, dtype).tokens

@@ -23,6 +23,7 @@ from slideformer.native import HostKernels
 SCALE = 0.02  # of random weights: activations stay finite through one block
 NUM_ROWS = 1024  # of the table that the random tokens come from
 UPDATE_NUMEL = 1 << 26  # 0.94 GB of state and gradient: the rate of memory, not of caches
+PRODUCT = 1024  # width of the first matrix product
 
 
 def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: HostKernels) -> Costs:
@@ -38,6 +39,7 @@ def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: Hos
             host_nbytes=gather_rate(kernels),
             device_nbytes=device_rate(device),
         )
+        library_nbytes = _library_nbytes(decoder, device)
         trial = _Trial(decoder, device, options)
         blocks = _blocks(decoder, trial)
         whole = trial.try_whole_head()
@@ -50,7 +52,13 @@ def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: Hos
     tokens, units = options.micro_batch_size * options.max_length, decoder.layout.units
     numel = sum(units[u].numel for u in decoder.layout.blocks)
     rates = replace(rates, flops=8 * numel * tokens / sum(b.forward_s + b.backward_s for b in blocks))
-    return Costs(rates, blocks, *head, measured=True, whole_head=whole is not None)
+    return Costs(rates, blocks, *head, measured=True, whole_head=whole is not None, library_nbytes=2 * library_nbytes)
+
+
+def _library_nbytes(decoder: Decoder, device: Device) -> int:
+    """What a matrix library takes at its first product on a stream and keeps: here, and on the stream of the model."""
+    square = torch.zeros(PRODUCT, PRODUCT, dtype=decoder.dtype, device=device.torch_device)
+    return max(device.measure(lambda: square @ square).held_nbytes - square.nbytes, 0)
 
 
 def _blocks(decoder: Decoder, trial: _Trial) -> tuple[BlockCost, ...]:

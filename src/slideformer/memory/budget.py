@@ -123,11 +123,9 @@ def budget(plans: Iterable[Plan], layout: Layout, shape: BatchShape) -> Budget:
     state = frozenset(host)
     for buffer, need in found.items():
         if need.tier in (Tier.DEVICE, Tier.LOCKED):
-            terms, nbytes = (
-                (device, need.numel * need.dtype.itemsize) if need.tier is Tier.DEVICE else (host, need.nbytes)
-            )
+            terms = device if need.tier is Tier.DEVICE else host
             term = _term(buffer, layout)
-            terms[term] = terms.get(term, 0) + nbytes
+            terms[term] = terms.get(term, 0) + need.nbytes
     return Budget(device, host, state)
 
 

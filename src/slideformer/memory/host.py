@@ -18,8 +18,12 @@ ALIGN = 64
 """Bytes: one cache line, and the widest vector register."""
 
 
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
+DEVICE_ALIGN = 512
+"""Bytes: what torch's CUDA allocator aligns to."""
+
+
+def aligned(nbytes: int, to: int = ALIGN) -> int:
+    return -(-nbytes // to) * to
 
 
 def arena_nbytes(sizes: Iterable[tuple[int, torch.dtype]]) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from slideformer.device import Device
 from slideformer.layout import Layout
-from slideformer.memory.host import Arena, arena_nbytes
+from slideformer.memory.host import DEVICE_ALIGN, Arena, aligned, arena_nbytes
 from slideformer.native import HostKernels, Planes
 from slideformer.optim import join
 
@@ -70,6 +70,23 @@ class Home:
             self.weights.copy_(join(self.planes.weight, self.planes.residual))
 
 
+class Carved:
+    """One allocation on the device, handed out front to back: torch's allocator rounds each of many up by as much as a
+    MiB, which a budget to the byte would have to know."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        """Raises DoesNotFit."""
+        self._bytes, self._used = device.empty(nbytes, torch.uint8), 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next [numel], contents undefined. No view of the whole: autograd counts writes to those together."""
+        start = self._used
+        self._used += aligned(numel * dtype.itemsize, DEVICE_ALIGN)
+        assert self._used <= self._bytes.numel(), f"{self._used} bytes of {self._bytes.numel()} asked"
+        piece = torch.empty(0, dtype=dtype, device=self._bytes.device)
+        return piece.set_(self._bytes.untyped_storage(), start // dtype.itemsize, (numel,))
+
+
 def state_sizes(
     layout: Layout, *, keep_residual: bool, units: Iterable[int]
 ) -> dict[str, list[tuple[int, torch.dtype]]]:
@@ -86,9 +103,9 @@ def state_sizes(
 
 def home_nbytes(layout: Layout, unit: int, *, keep_residual: bool) -> int:
     """Bytes of a resident unit's `Home`."""
-    sizes = state_sizes(layout, keep_residual=keep_residual, units=[unit])
-    joined = 4 * layout.units[unit].numel if keep_residual else 0
-    return joined + sum(numel * dtype.itemsize for ((numel, dtype),) in sizes.values())
+    sizes = [size for (size,) in state_sizes(layout, keep_residual=keep_residual, units=[unit]).values()]
+    joined = [(layout.units[unit].numel, torch.float32)] if keep_residual else []
+    return sum(aligned(numel * dtype.itemsize, DEVICE_ALIGN) for numel, dtype in (*sizes, *joined))
 
 
 def state_nbytes(
@@ -155,10 +172,11 @@ class State:
 
     def _home(self, unit: int, device: Device, *, keep_residual: bool) -> Home:
         sizes = state_sizes(self.layout, keep_residual=keep_residual, units=[unit])
-        planes = Planes(*(device.empty(*size) for (size,) in sizes.values()))
+        there = Carved(device, home_nbytes(self.layout, unit, keep_residual=keep_residual))
+        planes = Planes(*(there.take(*size) for (size,) in sizes.values()))
         planes.exp_avg.zero_()
         planes.exp_avg_sq.zero_()
-        joined = device.empty(planes.weight.numel(), torch.float32) if keep_residual else planes.weight
+        joined = there.take(planes.weight.numel(), torch.float32) if keep_residual else planes.weight
         return Home(planes, joined)
 
     def _current(self, unit: int) -> Planes:
