@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from slideformer.config import DatasetSpec
 from slideformer.data import files
-from slideformer.data.files import files_of, read_file
+from slideformer.data.files import READ_CHARS, files_of, read_file
 from slideformer.data.rows import Block
 from slideformer.data.sources import open_source
 from slideformer.errors import BadInput
@@ -126,12 +126,19 @@ def test_a_text_without_line_ends_is_cut_all_the_same(tmp_path, monkeypatch) -> 
         (
             "broken.jsonl",
             b'{"text": "abc"}\n\n{"text": "abc"\n',
-            ":3: not valid JSON: Expecting ',' delimiter at column",
+            ":3: not valid JSON: Expecting ',' delimiter at column 15",
         ),
+        ("value.jsonl", b'{"text": "abc"}\n{"text": \n', ":2: not valid JSON: Expecting value at column 10"),
+        ("string.jsonl", b'{"text": "abc\n', ":1: not valid JSON: Unterminated string starting at column 10"),
         ("list.jsonl", b"[1]", ":1: expected a JSON object in each line, found a list"),
-        ("broken.json", b'[{"a": 1}, {"a": ]', "not valid JSON at object 2: Expecting value"),
-        ("cut.json", b'[{"a": 1}, {"a": 2}', "not valid JSON at object 2: "),
-        ("comma.json", b'[{"a": 1} {"a": 2}]', "not valid JSON at object 1: expected a comma"),
+        ("broken.json", b'[{"a": 1},\n {"a": ]', ":2: not valid JSON: Expecting value at column 8, in object 2; "),
+        ("cut.json", b'[{"a": 1}, {"a": 2}', ":1: not valid JSON: the list does not end at column 20, in object 2"),
+        ("comma.json", b'[{"a": 1} {"a": 2}]', ":1: not valid JSON: expected a comma or the list's end at column 11, "),
+        (
+            "long.json",
+            b'[\n{"a": "' + b"x" * 2 * READ_CHARS + b'"},\n\n  {"a" 1}]',
+            ":4: not valid JSON: Expecting ':' delimiter at column 8, in object 2; it goes on with '1}]'",
+        ),
         ("numbers.json", b"[1]", "expected JSON objects, found a int as number 1"),
         ("wide.csv", b"a,b\n1,2,3\n", ":2: the row has more cells than the header"),
         ("quote.csv", b'a,b\n1,"2\n', ":2: not valid CSV: unexpected end of data"),

@@ -109,7 +109,7 @@ def _json_lines(file: TextIO, name: str) -> Iterator[RawRow]:
     for number, line in enumerate(file, start=1):
         if line.strip():
             try:
-                value = json.loads(line)
+                value = json.loads(line.rstrip("\r\n"))  # or what is missing at its end is missed in another line
             except NOT_JSON as error:
                 raise BadInput(f"{name}:{number}: not valid JSON: {_why(error)}") from None
             if not isinstance(value, dict):
@@ -119,8 +119,12 @@ def _json_lines(file: TextIO, name: str) -> Iterator[RawRow]:
 
 def _why(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at column {error.colno}"
+        return f"{_what(error)} at column {error.colno}"
     return "it is nested too deep" if isinstance(error, RecursionError) else "a number has too many digits"
+
+
+def _what(error: json.JSONDecodeError) -> str:
+    return error.msg.removesuffix(" at")  # of "Unterminated string starting at"
 
 
 def _json(file: TextIO, name: str) -> Iterator[RawRow]:
@@ -146,6 +150,7 @@ class _JsonValues:
     def __init__(self, file: TextIO, name: str) -> None:
         self._file, self._name = file, name
         self._text, self._at, self._ended = "", 0, False
+        self._line, self._column = 1, 1  # of the first character of _text
         self._decoder = json.JSONDecoder()
         self.closed = False  # a ] was taken
 
@@ -172,21 +177,33 @@ class _JsonValues:
             try:
                 value, self._at = self._decoder.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
+                found = self.broken(number, _what(error), error.pos)
                 if not self._read(amount):
-                    raise self.broken(number, error.msg) from None
+                    raise found from None
                 amount *= 2  # a value that spans many stretches is tried anew a few times only
             except NOT_JSON as error:
                 raise self.broken(number, _why(error)) from None
             else:
                 return value
 
-    def broken(self, number: int, what: str) -> BadInput:
-        near = self._text[self._at : self._at + 40]
-        return BadInput(f"{self._name}: not valid JSON at object {number}: {what}; it goes on with {near!r}")
+    def broken(self, number: int, what: str, at: int | None = None) -> BadInput:
+        """at: in _text; None: here."""
+        at = self._at if at is None else at
+        line, column = self._place(at)
+        near = self._text[at : at + 40]
+        then = f"it goes on with {near!r}" if near else "the file ends there"
+        return BadInput(f"{self._name}:{line}: not valid JSON: {what} at column {column}, in object {number}; {then}")
+
+    def _place(self, at: int) -> tuple[int, int]:
+        """Line and column of a character of _text, from 1."""
+        newline = self._text.rfind("\n", 0, at)
+        column = self._column + at if newline < 0 else at - newline
+        return self._line + self._text.count("\n", 0, at), column
 
     def _read(self, num_chars: int) -> bool:
         more = "" if self._ended else self._file.read(num_chars)
         self._ended = self._ended or not more
+        self._line, self._column = self._place(self._at)
         self._text, self._at = self._text[self._at :] + more, 0
         return bool(more)
 
