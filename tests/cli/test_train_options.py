@@ -104,3 +104,25 @@ def test_evaluate_takes_no_optimizer_state(slideformer, yaml_for, tmp_path) -> N
 def test_evaluate_without_anything_to_evaluate_says_what_to_give(slideformer, yaml_for) -> None:
     done = slideformer("evaluate", yaml_for())
     assert (done.returncode, done.stderr) == (2, "error: there is nothing to evaluate: give eval_dataset or val_size\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"device": "cuda"}, "error: device is cuda, but torch sees no CUDA device here"),
+        ({"output_dir": "taken"}, "error: output_dir taken cannot be made: "),
+        ({"output_dir": "taken/out"}, "error: output_dir taken/out cannot be made: "),
+        ({"output_dir": "before"}, "error: before has checkpoints of an earlier run, the newest checkpoint-1: "),
+        ({"output_dir": "new/out"}, "error: the data file nowhere.jsonl does not exist"),
+    ],
+)
+def test_what_needs_no_data_is_refused_before_they_are_read(
+    slideformer, yaml_for, tmp_path, monkeypatch, fields, expected
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "taken").write_text("a file")
+    assert slideformer("train", yaml_for(output_dir="before", max_steps=1, save_steps=1)).returncode == 0
+    done = slideformer("train", yaml_for(dataset="nowhere.jsonl", **fields))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(expected), done.stderr
+    assert not (tmp_path / "new").exists()  # nor does it leave an empty folder

@@ -38,7 +38,7 @@ from slideformer.train import checkpoint, retention
 from slideformer.train.checkpoint import Damaged, Progress, Record, open_checkpoint
 from slideformer.train.console import PlainConsole
 from slideformer.train.fingerprint import bits, maths
-from slideformer.train.resume import Origin, find_origin
+from slideformer.train.resume import Origin, earlier, find_origin
 from slideformer.train.schedule import num_steps
 from slideformer.train.setup import build_decoder
 from train.toy import make_config, write_sums
@@ -279,7 +279,7 @@ def test_what_is_damaged_is_passed_over_with_its_reason(engine, tmp_path, harm, 
     harm(tmp_path / "checkpoint-2")
     config = make_config(tmp_path / "model", tmp_path, tmp_path, resume_from_checkpoint="auto")
     out = io.StringIO()
-    found = resume_candidates(config, PlainConsole(out))
+    found = earlier(config, PlainConsole(out))
     with opened() as second:
         assert Origin(found, {}, {}).load(second, tmp_path, PlainConsole(out)).step == 1
         assert state_hashes(second) == state_hashes(engine)
@@ -290,12 +290,6 @@ def test_what_is_damaged_is_passed_over_with_its_reason(engine, tmp_path, harm, 
 def rename_in(folder: Path) -> None:
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"trainer.json"', '"../trainer.json"'))
-
-
-def resume_candidates(config, console):
-    from slideformer.train import resume
-
-    return resume._candidates(config, {"a": 1}, console)
 
 
 # which stay
@@ -362,7 +356,7 @@ def origin_of(model_folder, tmp_path_factory):
                 config={},
                 versions={},
             )
-            return find_origin(config, batches, decoder, "cpu", PlainConsole(io.StringIO()))
+            return find_origin(config, earlier(config, PlainConsole(io.StringIO())), batches, decoder, "cpu")
 
     return find
 
@@ -370,9 +364,9 @@ def origin_of(model_folder, tmp_path_factory):
 def test_checkpoints_of_an_earlier_run_are_not_mixed_with_a_new_ones(engine, origin_of, tmp_path) -> None:
     origin_of(tmp_path)
     checkpoint.write(tmp_path, origin_of.record, engine)
-    with pytest.raises(BadInput, match="has checkpoints of an earlier run, the newest checkpoint-2: go on from it wi"):
-        origin_of(tmp_path, save_steps=2)
-    assert origin_of(tmp_path).found == []  # without checkpoints of its own a run may use the folder
+    for own in ({"save_steps": 2}, {}):  # also a run without any: who goes on later would go on from these
+        with pytest.raises(BadInput, match="has checkpoints of an earlier run, the newest checkpoint-2: go on from it"):
+            origin_of(tmp_path, **own)
     for asked in ("auto", True, str(tmp_path / "checkpoint-2")):
         (found,) = origin_of(tmp_path, save_steps=2, resume_from_checkpoint=asked).found
         assert found.folder == tmp_path / "checkpoint-2"

@@ -147,13 +147,20 @@ class Device(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
 
-def open_device(name: str = "auto") -> Device:
-    """The CUDA device, or the CPU. name: "auto" (CUDA where there is one), "cpu" or "cuda"."""
-    from slideformer.device.cpu import CpuDevice
-    from slideformer.device.cuda import CudaDevice, cuda_available
+def require_device(name: str) -> None:
+    """Raise BadInput for a device that `open_device` would not open. Opens none."""
+    from slideformer.device.cuda import cuda_available
 
     if name not in ("auto", "cpu", "cuda"):
         raise BadInput(f"device is {name!r}, must be auto, cpu or cuda")
     if name == "cuda" and not cuda_available():
         raise BadInput("device is cuda, but torch sees no CUDA device here; use device: cpu, or install a CUDA torch")
+
+
+def open_device(name: str = "auto") -> Device:
+    """The CUDA device, or the CPU. name: "auto" (CUDA where there is one), "cpu" or "cuda". Raises BadInput."""
+    from slideformer.device.cpu import CpuDevice
+    from slideformer.device.cuda import CudaDevice, cuda_available
+
+    require_device(name)
     return CudaDevice() if name != "cpu" and cuda_available() else CpuDevice()

@@ -10,7 +10,7 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from slideformer.errors import BadInput
@@ -18,11 +18,12 @@ from slideformer.errors import BadInput
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Make `folder` where it is not there, and hold it.
+    """Make `folder` where it is not there, and hold it. If it is empty in the end, what was made is gone again.
 
     Raises BadInput: it cannot be made or written to, or another process holds it. Where a file system knows no such
     locks (some network ones) none is held.
     """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -45,3 +46,6 @@ def claimed(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+        with suppress(OSError):  # not empty
+            for path in made:
+                path.rmdir()

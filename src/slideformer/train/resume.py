@@ -53,17 +53,49 @@ class Origin:
             yield saver
 
 
-def find_origin(config: TrainConfig, batches: Batches, decoder: Decoder, device_kind: str, console: Console) -> Origin:
-    """Look for checkpoints, clean up after killed runs, and check that there is room for those to come.
+def earlier(config: TrainConfig, console: Console) -> list[Checkpoint]:
+    """Checkpoints to start from, best first; empty: from the beginning. Cleans up after killed runs. Needs no data.
 
-    Raises BadInput (see `_candidates`) and DoesNotFit.
+    Raises BadInput: no complete one where one was asked for, or an output_dir that has some while none was asked for.
     """
-    if config.save_strategy == "no" and not config.resume_from_checkpoint:
+    asked, parent = config.resume_from_checkpoint, Path(config.output_dir)
+    clean(parent)
+    if isinstance(asked, str) and asked != "auto":
+        try:
+            return [checkpoint.open_checkpoint(Path(asked))]
+        except Damaged as error:
+            raise BadInput(f"resume_from_checkpoint: {asked} is no complete checkpoint: {error}") from None
+    found = _complete(parent, console if asked else None)
+    if not asked and found:
+        raise BadInput(
+            f"{parent} has checkpoints of an earlier run, the newest {found[0].folder.name}: go on from it with "
+            "resume_from_checkpoint: auto, remove them, or choose another output_dir"
+        )
+    if asked is True and not found:
+        raise BadInput(
+            f"resume_from_checkpoint is true, but {parent} has no complete checkpoint: give the folder of one, or "
+            "auto to start anew where there is none"
+        )
+    return found
+
+
+def find_origin(
+    config: TrainConfig, found: list[Checkpoint], batches: Batches, decoder: Decoder, device_kind: str
+) -> Origin:
+    """Where to start, given what `earlier` found: it belongs to this run, and there is room for checkpoints to come.
+
+    Raises BadInput for the newest that is another config's, and DoesNotFit.
+    """
+    if config.save_strategy == "no" and not found:
         return Origin([], {}, {})
-    clean(Path(config.output_dir))
     steps = num_steps(config, batches)
     origin = Origin([], fingerprint.maths(config, batches, decoder, steps), fingerprint.bits(config, device_kind))
-    found = _candidates(config, origin.maths, console)
+    if found and (differ := fingerprint.differences(found[0].record.maths, origin.maths)):
+        raise BadInput(
+            f"{found[0].folder} cannot be continued with this config: {fingerprint.listed(differ)}; change it back, or "
+            "start anew in another output_dir"
+        )
+    found = [one for one in found if not fingerprint.differences(one.record.maths, origin.maths)]
     first = found[0].record.progress.step if found else 0
     if first > steps:
         raise BadInput(f"{found[0].folder} has {first} steps, and the run has {steps}: raise max_steps")
@@ -77,40 +109,6 @@ def find_origin(config: TrainConfig, batches: Batches, decoder: Decoder, device_
             num_saves=steps // every - first // every + 1,
         )
     return Origin(found, origin.maths, origin.bits)
-
-
-def _candidates(config: TrainConfig, maths: dict[str, JsonValue], console: Console) -> list[Checkpoint]:
-    """Checkpoints to start from, best first; empty: from the beginning.
-
-    Raises BadInput: no complete one where one was asked for, one that does not belong to this config, or an
-    output_dir that has some while none was asked for.
-    """
-    asked, parent = config.resume_from_checkpoint, Path(config.output_dir)
-    if isinstance(asked, str) and asked != "auto":
-        try:
-            found = [checkpoint.open_checkpoint(Path(asked))]
-        except Damaged as error:
-            raise BadInput(f"resume_from_checkpoint: {asked} is no complete checkpoint: {error}") from None
-    else:
-        found = _complete(parent, console if asked else None)
-    if not asked and found:
-        raise BadInput(
-            f"{parent} has checkpoints of an earlier run, the newest {found[0].folder.name}: go on from it with "
-            "resume_from_checkpoint: auto, remove them, or choose another output_dir"
-        )
-    if asked is True and not found:
-        raise BadInput(
-            f"resume_from_checkpoint is true, but {parent} has no complete checkpoint: give the folder of one, or "
-            "auto to start anew where there is none"
-        )
-    if not asked or not found:
-        return []
-    if differ := fingerprint.differences(found[0].record.maths, maths):
-        raise BadInput(
-            f"{found[0].folder} cannot be continued with this config: {fingerprint.listed(differ)}; change it back, or "
-            "start anew in another output_dir"
-        )
-    return [one for one in found if not fingerprint.differences(one.record.maths, maths)]
 
 
 def _complete(parent: Path, console: Console | None) -> list[Checkpoint]:

@@ -16,7 +16,7 @@ from typing import Self
 
 from slideformer.config import TrainConfig
 from slideformer.data import Batches, Codec, Dataset, evaluation_sets, require_vocabulary, training_batches
-from slideformer.device import Device, open_device
+from slideformer.device import Device, open_device, require_device
 from slideformer.engine import Engine
 from slideformer.engine.placement import placed
 from slideformer.errors import BadInput, RunFailed
@@ -39,7 +39,7 @@ from slideformer.train.metrics import METRICS, MetricsFile, lines_until
 from slideformer.train.output import claimed
 from slideformer.train.plot import plot_loss
 from slideformer.train.record import RunRecord, versions
-from slideformer.train.resume import Origin, find_origin
+from slideformer.train.resume import Origin, earlier, find_origin
 from slideformer.train.save import CHAT_TEMPLATE, companions, save
 from slideformer.train.schedule import Schedule, num_steps
 from slideformer.train.setup import build_decoder, engine_options, save_dtype
@@ -134,10 +134,11 @@ class Trainer:
         self._trained = True
         target = Path(config.output_dir)
         with self._closed_on_failure(), self._console() as console:
+            self._held.enter_context(claimed(target))
+            found = earlier(config, console)  # before the data, which may take minutes to read
             prepared = self.prepare(console)
             device, decoder = self.build()
-            self._held.enter_context(claimed(target))
-            origin = find_origin(config, prepared.batches, decoder, device.kind, console)
+            origin = find_origin(config, found, prepared.batches, decoder, device.kind)
             record = RunRecord(target, config, {"data": [r.as_dict() for r in prepared.dataset.reports]})
             with StopRequests() as stop:
                 engine = self._open(loads=not origin.found)
@@ -223,6 +224,7 @@ class Trainer:
         if self._prepared is not None:
             return self._prepared
         inputs, config = self._inputs, self.args
+        require_device(config.device)
         require_trackers(config)
         if config.push_to_hub:
             require_hub(config.repo_id)
