@@ -15,7 +15,7 @@ def test_init_writes_a_file_that_is_valid_and_never_replaces_one_by_itself(slide
     assert (done.returncode, done.stdout) == (0, "mine.yaml is written: fill in the first two lines\n")
     text = (tmp_path / "mine.yaml").read_text()
     done = slideformer("config", "validate", "mine.yaml")
-    assert (done.returncode, done.stdout) == (0, "valid: 1 epochs of 4 x 2 = 8 sequences, deferred updates\n")
+    assert (done.returncode, done.stdout) == (0, "valid: 1 epoch of 4 x 2 = 8 sequences, deferred updates\n")
     assert done.stderr == ""
     (tmp_path / "mine.yaml").write_text("mine: 1")
     done = slideformer("config", "init", "mine.yaml")

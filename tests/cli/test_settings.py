@@ -97,6 +97,13 @@ def test_an_alias_is_taken_with_one_notice(load, tmp_path) -> None:
     assert notice.replace(f"{tmp_path}/", "") == "train.yaml:3: evaluation_strategy is taken as eval_strategy"
 
 
+@pytest.mark.parametrize(("written", "count"), [("0", 1), ("-1", 0), ("null", 0), ("5", 0), ("'0'", 1)])
+def test_no_steps_is_told_to_be_no_limit(load, tmp_path, written, count) -> None:
+    notices = load(HEAD + f"num_train_epochs: 2\nmax_steps: {written}\n").notices
+    text = "train.yaml:4: max_steps: 0 is no limit, so num_train_epochs decides: 2"
+    assert [notice.replace(f"{tmp_path}/", "") for notice in notices] == [text] * count
+
+
 @pytest.mark.parametrize(
     ("line", "key", "value"),
     [

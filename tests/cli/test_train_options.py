@@ -126,3 +126,12 @@ def test_what_needs_no_data_is_refused_before_they_are_read(
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(expected), done.stderr
     assert not (tmp_path / "new").exists()  # nor does it leave an empty folder
+
+
+def test_more_accumulation_than_rows_is_told_once_by_train_and_by_preview(slideformer, yaml_for) -> None:
+    config = yaml_for(gradient_accumulation_steps=16, max_steps=2)
+    for command in ("train", "preview"):
+        done = slideformer(command, config)
+        assert (done.stdout + done.stderr).count(
+            "warning: a step takes 16 sequences (1 x 16), and there are 12 in an"
+        ) == 1

@@ -41,6 +41,14 @@ def test_an_epoch_sees_every_row_once_and_the_next_one_in_another_order() -> Non
     assert first != second
 
 
+def test_a_step_of_more_rows_than_an_epoch_has_is_told_once() -> None:
+    assert batches(source("a", 4)).warnings() == []
+    assert batches(source("a", 3), source("b", 2, 0.5), rows=2, micro=3).warnings() == [
+        "a step takes 6 sequences (2 x 3), and there are 4 in an epoch: each step sees all of them once; lower "
+        "gradient_accumulation_steps or per_device_train_batch_size for more steps"
+    ]
+
+
 def test_the_order_is_a_pure_function_of_seed_and_epoch() -> None:
     straight = batches(source("a", 10))
     rows = [straight.step(k).rows for k in range(9)]

@@ -73,12 +73,18 @@ def validate(context: typer.Context, settings: Settings = None, as_json: Json = 
     """Check keys, values and the rules between them. Reads no model and no data: train --dry-run does."""
     with told_in_one_sentence(debug=debug, as_json=as_json):
         config = read_config(settings, context.args)
-        steps = f"{config.max_steps} steps" if config.max_steps > 0 else f"{config.num_train_epochs:g} epochs"
+        epochs = _counted(config.num_train_epochs, "epoch")
+        steps = _counted(config.max_steps, "step") if config.max_steps > 0 else epochs
         text = (
             f"valid: {steps} of {config.per_device_train_batch_size} x {config.gradient_accumulation_steps} = "
-            f"{config.rows_per_step} sequences, {config.update_program} updates"
+            f"{_counted(config.rows_per_step, 'sequence')}, {config.update_program} updates"
         )
         print(json.dumps({"valid": True}) if as_json else text)
+
+
+def _counted(number: float, what: str) -> str:
+    text = str(number) if isinstance(number, int) else f"{number:g}"
+    return f"{text} {what}" if number == 1 else f"{text} {what}s"
 
 
 @config_app.command("schema")

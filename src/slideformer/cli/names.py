@@ -92,6 +92,9 @@ def resolve(*sources: Sequence[Setting]) -> Resolved:
     for name in REQUIRED:
         if not getattr(config, name):
             raise BadInput(_missing(name, settings, sources))
+    if "max_steps" in values and config.max_steps < 0 and values["max_steps"] not in (-1, None):
+        where = settings["max_steps"].where
+        notices.append(f"{where}: max_steps: 0 is no limit, so num_train_epochs decides: {config.num_train_epochs:g}")
     return Resolved(config, tuple(notices))
 
 

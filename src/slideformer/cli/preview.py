@@ -46,7 +46,7 @@ def preview(
         batches = training_batches(dataset, config, codec)
         num_steps = batches.num_steps(epochs=config.num_train_epochs, max_steps=config.max_steps)
         found = seen_rows(batches, codec, num_rows=rows, first_step=step, num_steps=num_steps)
-        warnings = [warning for report in dataset.reports for warning in report.warnings()]
+        warnings = [warning for part in (*dataset.reports, batches) for warning in part.warnings()]
         if as_json:
             reports = [report.as_dict() for report in dataset.reports]
             content = {"data": reports, "warnings": warnings, "num_steps": num_steps}

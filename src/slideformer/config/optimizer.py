@@ -35,7 +35,7 @@ class StepSettings(Settings):
     per_device_eval_batch_size: int = Field(0, ge=0)  # 0: as in training
     gradient_accumulation_steps: int = Field(1, ge=1)
     num_train_epochs: float = Field(1.0, gt=0)
-    max_steps: int = Field(-1, ge=-1)  # -1: by num_train_epochs
+    max_steps: int = Field(-1, ge=-1)  # -1, 0, null: no limit, num_train_epochs decides
     seed: int = Field(42, ge=0)
     data_seed: int | None = Field(None, ge=0)
 

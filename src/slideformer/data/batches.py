@@ -116,6 +116,16 @@ class Batches:
         """Steps of a run; max_steps decides unless it is -1."""
         return max_steps if max_steps > 0 else math.ceil(epochs * self.steps_per_epoch)
 
+    def warnings(self) -> list[str]:
+        """What is allowed but hardly ever meant."""
+        if self.rows_per_step <= self.rows_per_epoch:
+            return []
+        takes = f"{self.rows_per_step} sequences ({self.rows_per_micro_batch} x {self.micro_batches})"
+        return [
+            f"a step takes {takes}, and there are {self.rows_per_epoch} in an epoch: each step sees all of them once; "
+            "lower gradient_accumulation_steps or per_device_train_batch_size for more steps"
+        ]
+
     def step(self, index: int) -> StepBatch:
         """The batch of step `index`, from 0. Rows of like length share a micro-batch; the step's rows are the same."""
         epoch, place = divmod(index, self.steps_per_epoch)

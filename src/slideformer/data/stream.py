@@ -93,6 +93,9 @@ class StreamedBatches:
     def num_steps(self, *, epochs: float, max_steps: int) -> int:
         return max_steps
 
+    def warnings(self) -> list[str]:
+        return []
+
     def step(self, index: int) -> StepBatch:
         """The batch of step `index`, from 0. One that is not the next after the last reads everything before it."""
         if index < self._next:

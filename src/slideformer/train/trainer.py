@@ -248,6 +248,8 @@ class Trainer:
                 console.note(line)
             for warning in report.warnings():
                 console.warn(warning)
+        for warning in batches.warnings():
+            console.warn(warning)
         check_parity(
             model_config, attn_implementation=config.attn_implementation, disable_dropout=config.disable_dropout
         )
