@@ -4,47 +4,39 @@ from __future__ import annotations
 
 import io
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import shlex
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from slideformer.cli import main
 from slideformer.errors import BadInput, RunFailed
 from slideformer.train import hub
 from slideformer.train.console import PlainConsole
 from slideformer.train.hub import push, require_hub
 from slideformer.train.trainer import train
+from train import local_hub
+from train.local_hub import Hub
+
+TOKEN = "hf_" + "a" * 34
 
 
 @pytest.fixture
-def refusing_hub(monkeypatch) -> Iterator[list[str]]:
-    """A server on this machine that answers 403 to everything. Gives the paths it was asked for."""
-    asked: list[str] = []
+def local(monkeypatch) -> Iterator[Hub]:
+    """A hub on this machine. Large files go there as they did before xet, whose servers cannot be had here."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    with local_hub.running(TOKEN) as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
+        yield hub
 
-    class Refusing(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked.append(self.path)
-            self.rfile.read(int(self.headers["Content-Length"]))
-            text = b'{"error": "You may not write to somebody"}'
-            self.send_response(403)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Refusing)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    yield asked
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def contents(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in names}
 
 
 def test_a_name_that_no_repository_has_is_refused() -> None:
@@ -63,16 +55,16 @@ def test_offline_and_no_token_are_refused(monkeypatch) -> None:
         require_hub("somebody/model")
 
 
-def test_a_hub_that_refuses_is_quoted_with_the_way_to_try_again(refusing_hub, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
+def test_a_hub_that_refuses_is_quoted_with_the_way_to_try_again(local, tmp_path) -> None:
+    local.refuses = "create"
     (tmp_path / "model.safetensors").write_text("")
     with pytest.raises(RunFailed) as caught:
         push(tmp_path, ["model.safetensors"], "somebody/model", private=True)
-    assert refusing_hub == ["/api/repos/create"]
     message = str(caught.value)
     assert message.startswith(f"the model is complete in {tmp_path} but could not be pushed to somebody/model (")
     assert "403" in message
-    assert message.endswith(f"slideformer export {tmp_path} --push-to-hub --hub-model-id somebody/model")
+    again = f"slideformer export {tmp_path} {tmp_path}-again --push-to-hub --hub-model-id somebody/model"
+    assert message.endswith(f"try again with {again}")
 
 
 def test_a_hub_that_does_not_answer_is_a_failure_too(tmp_path, monkeypatch) -> None:
@@ -81,12 +73,60 @@ def test_a_hub_that_does_not_answer_is_a_failure_too(tmp_path, monkeypatch) -> N
         push(tmp_path, [], "somebody/model", private=True)
 
 
-def test_a_run_whose_push_is_refused_has_its_model_all_the_same(
-    refusing_hub, config_for, monkeypatch, tmp_path
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
+@pytest.mark.parametrize("refuses", ["create", "preupload", "batch", "commit"])
+def test_a_run_whose_push_is_refused_has_its_model_all_the_same(local, config_for, tmp_path, refuses) -> None:
+    local.refuses = refuses
     with pytest.raises(RunFailed, match="the model is complete in .* but could not be pushed to somebody/model"):
         train(config_for(max_steps=1, push_to_hub=True, hub_model_id="somebody/model"), PlainConsole(io.StringIO()))
-    assert refusing_hub == ["/api/repos/create"]
     assert json.loads((tmp_path / "out/run.json").read_text())["status"] == "finished"
     assert (tmp_path / "out/model.safetensors").is_file()
+    assert not any(repository.files for repository in local.repositories.values())
+
+
+def test_a_run_is_pushed_with_its_model_and_nothing_else(local, config_for, tmp_path) -> None:
+    told = io.StringIO()
+    config = config_for(max_steps=2, save_steps=1, push_to_hub=True, hub_model_id="somebody/model")
+    train(config, PlainConsole(told))
+    repository = local.repositories["somebody/model"]
+    assert repository.private and repository.commits == ["Fine-tuned weights"]
+    assert f"pushed to {local.address}/somebody/model" in told.getvalue()
+    assert repository.files == contents(tmp_path / "out", repository.files)
+    assert {"model.safetensors", "config.json", "generation_config.json", "README.md"} <= repository.files.keys()
+    assert {"tokenizer.json", "tokenizer_config.json"} <= repository.files.keys()
+    assert not {"run.json", "metrics.jsonl", "timeline.json", "loss.png"} & repository.files.keys()
+    assert not any("checkpoint" in name for name in repository.files)
+    for name, content in repository.files.items():
+        (tmp_path / "fetched" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fetched" / name).write_bytes(content)
+    fetched, ours = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("fetched", "out"))
+    assert all(map(torch.equal, fetched.state_dict().values(), ours.state_dict().values()))
+
+
+def test_a_push_that_failed_is_made_by_the_command_that_was_told(
+    local, config_for, tmp_path, monkeypatch, capsys
+) -> None:
+    local.refuses = "commit"
+    with pytest.raises(RunFailed) as caught:
+        train(config_for(max_steps=1, push_to_hub=True, hub_model_id="somebody/model"), PlainConsole(io.StringIO()))
+    local.refuses = r"(?!)"
+    monkeypatch.setattr("sys.argv", shlex.split(str(caught.value).partition("try again with ")[2]))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert f"pushed to {local.address}/somebody/model" in capsys.readouterr().out
+    weights = local.repositories["somebody/model"].files["model.safetensors"]
+    assert weights == (tmp_path / "out/model.safetensors").read_bytes()
+
+
+def test_a_public_one_is_asked_for_and_one_that_exists_stays_as_it_is(local, tmp_path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    push(tmp_path, ["config.json"], "somebody/open", private=False)
+    assert not local.repositories["somebody/open"].private
+    push(tmp_path, ["config.json"], "somebody/open", private=True)
+    assert not local.repositories["somebody/open"].private
+
+
+def test_a_token_that_may_not_write_is_told(local, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "b" * 34)
+    with pytest.raises(RunFailed, match="could not be pushed to somebody/model .*401"):
+        push(tmp_path, [], "somebody/model", private=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -36,9 +37,9 @@ def push(folder: Path, names: Iterable[str], repo_id: str, *, private: bool) -> 
             repo_id=repo.repo_id, folder_path=folder, allow_patterns=sorted(names), commit_message="Fine-tuned weights"
         )
     except Exception as error:  # whatever a network, a proxy or the hub makes the client raise
-        reason = " ".join(str(error).split())
+        reason, again = " ".join(str(error).split()), shlex.join([str(folder), f"{folder}-again"])
         raise RunFailed(
             f"the model is complete in {folder} but could not be pushed to {repo_id} ({reason}): try again with "
-            f"slideformer export {folder} --push-to-hub --hub-model-id {repo_id}"
+            f"slideformer export {again} --push-to-hub --hub-model-id {repo_id}"
         ) from error
     return str(repo)
