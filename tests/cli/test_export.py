@@ -47,3 +47,36 @@ def test_bad_words_end_with_2_and_a_sentence(slideformer, trained, words, expect
     done = slideformer("export", *words)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith(f"error: {expected}")
+
+
+def test_a_folder_with_other_files_is_left_alone(slideformer, trained, tmp_path) -> None:
+    (tmp_path / "thesis").mkdir()
+    for name in ("a.txt", "b.txt", "c.txt", "config.json"):
+        (tmp_path / "thesis" / name).write_text("mine")
+    done = slideformer("export", "out", "thesis", "--json")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"] == (
+        "thesis has files that are not an earlier export's (a.txt, b.txt, c.txt and 1 more): choose another folder, or "
+        "--overwrite to write there all the same"
+    )
+    assert (tmp_path / "thesis/config.json").read_text() == "mine"
+    assert slideformer("export", "out", "thesis", "--overwrite").returncode == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "thesis")
+    assert (tmp_path / "thesis/a.txt").read_text() == "mine"
+
+
+def test_an_earlier_export_is_replaced_and_the_result_of_a_run_is_not(slideformer, trained, tmp_path) -> None:
+    (tmp_path / "to").mkdir()  # an empty folder is nobody's
+    for _ in range(2):
+        assert slideformer("export", "out/checkpoint-2", "to").returncode == 0
+    done = slideformer("export", "to", "out")
+    assert done.returncode == 2
+    assert "error: out is the output_dir of a run, whose result this would replace: choose another" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("preview", "nowhere.yaml"), ("doctor", "--device", "tpu"), ("export", "a", "b")])
+def test_every_command_gives_its_error_as_json(slideformer, words) -> None:
+    done = slideformer(*words, "--json")
+    assert done.returncode == 2
+    found = json.loads(done.stdout)
+    assert found["exit_code"] == 2 and done.stderr.strip().endswith(found["error"])

@@ -128,7 +128,7 @@ def test_the_card_tells_the_runs_facts_and_no_path(source, trained, tmp_path) ->
 
 def test_somebody_elses_card_stays(source, tmp_path) -> None:
     (tmp_path / "README.md").write_text("mine")
-    saved = export(source, tmp_path, dtype=None, max_shard_nbytes=GIGABYTE)
+    saved = export(source, tmp_path, dtype=None, max_shard_nbytes=GIGABYTE, overwrite=True)
     assert (tmp_path / "README.md").read_text() == "mine"
     assert "README.md" not in saved.names
 

@@ -18,7 +18,7 @@ DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 
 def doctor(device: DeviceName = "auto", as_json: Json = False, debug: Debug = False) -> None:
     """Show what is installed, what this machine can do, and how fast it is at it. Takes some seconds."""
-    with told_in_one_sentence(debug=debug):
+    with told_in_one_sentence(debug=debug, as_json=as_json):
         facts = dict(_examine(device))
         print(json.dumps(facts, indent=2) if as_json else _text(facts))
 

@@ -26,6 +26,9 @@ Push = Annotated[bool, typer.Option("--push-to-hub", help="Publish it on the Hug
 HubId = Annotated[
     str | None, typer.Option("--hub-model-id", help="NAME or ORGANISATION/NAME; TARGET's name if left out.")
 ]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Write into a folder with other files; those of the same name are replaced.")
+]
 Public = Annotated[bool, typer.Option("--public", help="A repository that is made is private without this.")]
 
 
@@ -38,14 +41,16 @@ def export(
     push_to_hub: Push = False,
     hub_model_id: HubId = None,
     public: Public = False,
+    overwrite: Overwrite = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Write a checkpoint or a model as a Hugging Face folder that from_pretrained loads, and read it back.
 
-    With it go tokenizer, chat template, generation settings and a model card with the facts of the run.
+    With it go tokenizer, chat template, generation settings and a model card with the facts of the run. A folder that
+    has other files than an earlier export's is left alone.
     """
-    with told_in_one_sentence(debug=debug):
+    with told_in_one_sentence(debug=debug, as_json=as_json):
         shard_nbytes, wanted = _nbytes(max_shard_size), _dtype(dtype)
         from slideformer.train import export as exporting
         from slideformer.train.hub import push, require_hub
@@ -54,7 +59,7 @@ def export(
         if push_to_hub:
             require_hub(repo_id)
         found = exporting.find_source(source, model)
-        saved = exporting.export(found, target, dtype=wanted, max_shard_nbytes=shard_nbytes)
+        saved = exporting.export(found, target, dtype=wanted, max_shard_nbytes=shard_nbytes, overwrite=overwrite)
         address = push(target, saved.names, repo_id, private=not public) if push_to_hub else None
         command = exporting.gguf_command(target, wanted or found.dtype)
         print(_json(found.folder, saved, address, command) if as_json else _text(found.folder, saved, address, command))

@@ -37,7 +37,7 @@ def preview(
 
     Reads the data and the tokenizer, not the weights. What is shown is decoded from the tensors of the first steps.
     """
-    with told_in_one_sentence(debug=debug):
+    with told_in_one_sentence(debug=debug, as_json=as_json):
         config = read_config(settings, context.args)
         from slideformer.data import codec_of, load_dataset, seen_rows, training_batches
 

@@ -65,10 +65,16 @@ def card(decoder: Decoder, dtype: torch.dtype, facts: Facts | None) -> str:
 def write_card(folder: Path, text: str) -> bool:
     """Write it unless the folder has one of somebody else's. Returns whether it did."""
     path = folder / CARD
-    if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
+    if path.exists() and not has_card(folder):
         return False
     path.write_text(text, encoding="utf-8")
     return True
+
+
+def has_card(folder: Path) -> bool:
+    """Whether the folder's model card is one of ours."""
+    path = folder / CARD
+    return path.is_file() and MARK in path.read_text(encoding="utf-8", errors="replace")
 
 
 def _base(config: Mapping[str, JsonValue]) -> str:

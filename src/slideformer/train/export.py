@@ -19,7 +19,7 @@ from slideformer.model.decoder import Decoder
 from slideformer.model.folder import CONFIG, read_config
 from slideformer.optim import join
 from slideformer.train import checkpoint, fingerprint
-from slideformer.train.card import Facts, card
+from slideformer.train.card import Facts, card, has_card
 from slideformer.train.checkpoint import Checkpoint, Damaged
 from slideformer.train.metrics import METRICS, Metrics, lines_until
 from slideformer.train.output import claimed
@@ -29,6 +29,7 @@ from slideformer.train.save import Saved, companions, save_folder
 from slideformer.train.setup import build_decoder, save_dtype
 
 TILE_NUMEL = 1 << 22
+ELSEWHERE = "choose another folder, or --overwrite to write there all the same"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,23 @@ class Source:
     facts: Facts | None
 
 
-def export(source: Source, target: Path, *, dtype: torch.dtype | None, max_shard_nbytes: int) -> Saved:
+def export(
+    source: Source,
+    target: Path,
+    *,
+    dtype: torch.dtype | None,
+    max_shard_nbytes: int,
+    overwrite: bool = False,
+) -> Saved:
     """Write `source` to `target` and read it back. dtype: None is what the run or the folder itself says.
 
-    Raises BadInput when the target is the source or another process writes there, RunFailed when the disk refuses.
+    Raises BadInput when the target is the source, has files that are not an earlier export's (unless overwrite is set),
+    or is written to by another process, and RunFailed when the disk refuses.
     """
     if target.resolve() in (source.folder.resolve(), source.model.resolve()):
         raise BadInput(f"the target, {target}, is where the weights come from: choose another folder")
+    if not overwrite:
+        require_own(target)
     companions(source.model)
     dtype = dtype or source.dtype
     with claimed(target):
@@ -67,6 +78,16 @@ def export(source: Source, target: Path, *, dtype: torch.dtype | None, max_shard
             raise RunFailed(
                 f"{target} could not be written: {error.strerror or error}: make room or choose another"
             ) from error
+
+
+def require_own(target: Path) -> None:
+    """Raise BadInput for a folder with files that an export would mix with its own or replace."""
+    names = sorted(path.name for path in target.iterdir()) if target.is_dir() else []
+    what = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    if RUN in names:
+        raise BadInput(f"{target} is the output_dir of a run, whose result this would replace: {ELSEWHERE}")
+    if names and not has_card(target):
+        raise BadInput(f"{target} has files that are not an earlier export's ({what}): {ELSEWHERE}")
 
 
 def find_source(folder: Path, model: Path | None) -> Source:
