@@ -6,17 +6,20 @@
 Forward and backward of one op at the sizes of a model, bf16. One JSON line an op and implementation, all of one call
 under one `run`: milliseconds, the most memory taken above the inputs (MiB), bytes or FLOPs a second, and the share of
 what a plain copy or an 8192^3 matrix product reaches in the same call. Calls alternate between implementations, so
-that all meet the same machine.
+that all meet the same machine. Before anything is timed, other processes compile everything at once, into the caches of
+Triton and of torch. The report ends with the targets (kernel_targets.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
 
 COPY_NBYTES, MATRIX = 1 << 30, 8192
 WARMUP = 3
+OPS = "norm,residual,rotary,swiglu,cross_entropy,adamw,squared_norm,block,packed"
+TOGETHER = ("norm,residual", "rotary,swiglu", "cross_entropy", "block", "packed,adamw,squared_norm")
+"""Ops that one process compiles."""
 
 
 class Clock:
@@ -111,35 +117,62 @@ def rate(op: Op, ms: float, limit: dict[str, float]) -> dict[str, float]:
     return {}
 
 
-def run(args: argparse.Namespace) -> None:
+def compile_all(args: argparse.Namespace) -> None:
+    """Run everything once, in processes beside each other, so that this one finds it compiled."""
+    wanted = (args.only or OPS).split(",")
+    parts = [",".join(op for op in ops.split(",") if op in wanted) for ops in TOGETHER]
+    calls = [["--shapes", shape, "--only", ops] for shape in args.shapes.split(",") for ops in parts if ops]
+    sizes = ["--batch", args.batch, "--seq", args.seq, "--loss-tokens", args.loss_tokens, "--once"]
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    command = [sys.executable, __file__, *map(str, sizes)]
+    processes = [subprocess.Popen([*command, *call], env=environment, stdout=subprocess.DEVNULL) for call in calls]
+    for process, call in zip(processes, calls, strict=True):
+        if process.wait():  # it will fail again below, or be compiled there
+            print(f"was not compiled ahead: {' '.join(call)}", file=sys.stderr)
+
+
+def made(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, Op]]:
+    """Shape and op, each closed when the next is asked for."""
     # Not at the top: transformers looks for a package called `kernels`, and so imports this very file once more.
     from kernel_cases import ops
     from shapes import shape
 
+    for name in args.shapes.split(","):
+        config = shape(name, num_layers=1)
+        for make in ops(config, batch=args.batch, seq=args.seq, tokens=args.loss_tokens, device=device):
+            if make.func.__name__ in (args.only or OPS).split(","):
+                op = make()
+                yield name, op
+                op.close()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+
+def run(args: argparse.Namespace) -> None:
     device = torch.device(args.device)
+    if args.once:
+        for _, op in made(args, device):
+            for work in op.impls.values():
+                op.prepare()
+                work()
+        return
+    if device.type == "cuda":
+        compile_all(args)
     clock, common = Clock(device), shared("kernels", args.run or new_run(), sys.argv)
     import triton
 
     common |= {"triton": triton.__version__, "cpu_threads": torch.get_num_threads()}
     limit = limits(clock, args.reps)
-    for name in args.shapes.split(","):
-        config = shape(name, num_layers=1)
-        made = ops(config, batch=args.batch, seq=args.seq, tokens=args.loss_tokens, device=device)
-        for make in made:
-            if args.only and make.func.__name__ not in args.only.split(","):
-                continue
-            op = make()
-            where = {"shape": name, "batch": args.batch, "seq": args.seq, "op": op.name, "detail": op.detail}
-            for impl, found in measure(op, clock, args.reps).items():
-                measured = found | rate(op, found["ms"]["median"], limit) | limit
-                write(common | where | {"case": f"{op.name}:{impl}", "impl": impl} | measured, args.out)
-            op.close()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+    for name, op in made(args, device):
+        where = {"shape": name, "batch": args.batch, "seq": args.seq, "op": op.name, "detail": op.detail}
+        reps = args.reps if op.nbytes is not None else max(args.reps // 3, 1)  # these take long, and vary little
+        for impl, found in measure(op, clock, reps).items():
+            measured = found | rate(op, found["ms"]["median"], limit) | limit
+            write(common | where | {"case": f"{op.name}:{impl}", "impl": impl} | measured, args.out)
 
 
 def report(path: Path) -> None:
-    """A Markdown table an op, of the last run in the file."""
+    """A Markdown table of the last run in the file, and the targets."""
     lines = [line for text in path.read_text().splitlines() if (line := json.loads(text))["bench"] == "kernels"]
     lines = [line for line in lines if line["run"] == lines[-1]["run"]]
     first = lines[0]
@@ -159,6 +192,9 @@ def report(path: Path) -> None:
             f"| {ms['min']:.4g}-{ms['max']:.4g} | {beside} | {'' if peak is None else f'{peak:.0f}'} | {speed} "
             f"| {line.get('of_limit', '')} |"
         )
+    from kernel_targets import targets
+
+    print("\n" + "\n".join(str(target) for target in targets(lines)))
 
 
 def main() -> None:
@@ -167,13 +203,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--loss-tokens", type=int, default=16384, help="of the cross entropy")
-    parser.add_argument(
-        "--only", help="norm, residual, rotary, swiglu, cross_entropy, adamw, squared_norm, block, packed"
-    )
-    parser.add_argument("--reps", type=int, default=20)
+    parser.add_argument("--only", help=f"some of {OPS}")
+    parser.add_argument("--reps", type=int, default=20, help="of what is memory-bound; a third of it for the others")
     parser.add_argument("--device", default="cuda", help="cpu (with TRITON_INTERPRET=1) only tries the script")
     parser.add_argument("--run", help="id of the call that this belongs to")
     parser.add_argument("--out", help="file that lines are added to")
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--report", type=Path, help="print the table of a file's last run, and measure nothing")
     args = parser.parse_args()
     report(args.report) if args.report else run(args)

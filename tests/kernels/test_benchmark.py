@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernels.py"
+sys.path.append(str(SCRIPT.parent))
+
+from kernel_targets import targets  # noqa: E402
+
 KEYS = "bench run commit date command gpu torch case cpu_threads shape batch seq op impl ms peak_mib steps".split()
 IMPLS = {
     "adamw": {"eager", "ours"},
@@ -41,3 +45,34 @@ def test_every_implementation_has_a_line_and_a_row(tmp_path):
             assert abs(line["gbps"] - nbytes / line["ms"]["median"] / 1e6) <= 0.06
     table = call("--report", str(out)).splitlines()
     assert len([row for row in table if row.startswith("| tiny |")]) == len(lines)
+    judged = [row for row in table if row.startswith(("met ", "MISSED "))]
+    assert len(judged) == 3  # bandwidth of the update and the norm, and the time of the packed row
+
+
+def line(op: str, impl: str, ms: float, peak_mib: float, **more: object) -> dict[str, object]:
+    times = dict.fromkeys(("min", "median", "max"), ms)
+    return {"shape": "s", "op": op, "detail": "d", "impl": impl, "ms": times, "peak_mib": peak_mib} | more
+
+
+def test_targets_are_judged():
+    lines = [
+        line("rms_norm", "liger", 1.0, 100.0, gbps=1, of_limit=0.5),
+        line("rms_norm", "ours", 1.03, 101.0, gbps=1, of_limit=0.79),
+        line("rotary", "liger", 1.0, 0.0, gbps=1, of_limit=0.9),
+        line("rotary", "ours", 1.02, 0.1, gbps=1, of_limit=0.9),
+        line("linear_cross_entropy", "liger", 1.0, 100.0, tflops=1, of_limit=0.9),
+        line("linear_cross_entropy", "ours", 0.5, 50.0, tflops=1, of_limit=0.2),
+        line("linear_cross_entropy", "ours sliced", 9.0, 100.1, tflops=1, of_limit=0.1),
+        line("packed", "rows", 1.0, 100.0),
+        line("packed", "one row", 1.1, 111.0),
+    ]
+    found = list(targets(lines))
+    names = [str(target).removeprefix("MISSED").removeprefix("met").split(":")[0] for target in found]
+    assert [name.split("), ")[1] for name in names] == [
+        *("time over Liger's", "memory over Liger's", "share of the copy's bandwidth"),
+        *("time over Liger's", "memory over Liger's, which is none", "share of the copy's bandwidth"),
+        *("time over Liger's", "memory over Liger's", "by slices, memory over Liger's"),
+        *("one row, time over rows", "one row, memory over rows"),
+    ]
+    met = [target.met for target in found]
+    assert met == [False, False, False, True, False, True, True, True, False, True, False]
