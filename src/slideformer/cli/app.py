@@ -9,6 +9,7 @@ from slideformer.cli.doctor import doctor
 from slideformer.cli.evaluate import evaluate
 from slideformer.cli.exits import watched_output
 from slideformer.cli.export import export
+from slideformer.cli.generate import generate
 from slideformer.cli.plan import plan
 from slideformer.cli.preview import preview
 from slideformer.cli.report import report
@@ -32,6 +33,7 @@ app.command(context_settings=SETTINGS)(evaluate)
 config_app.command(context_settings=SETTINGS)(show)
 config_app.command(context_settings=SETTINGS)(validate)
 app.add_typer(config_app, name="config")
+app.command()(generate)
 app.command()(export)
 app.command()(report)
 

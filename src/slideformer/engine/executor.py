@@ -68,7 +68,8 @@ class _Compiled:
         for index, op in enumerate(self.plan.ops):
             for buffer, needs, leaves in ((a.buffer, a.needs, a.leaves) for a in op.accesses):
                 held = buffers[buffer]
-                if buffer.place in STATE_PLACES or not isinstance(held, torch.Tensor) or not held.is_floating_point():
+                kept = buffer.place in STATE_PLACES or buffer.place in self.plan.keeps
+                if kept or not isinstance(held, torch.Tensor) or not held.is_floating_point():
                     continue
                 if needs is None:
                     self.poison_before[index].append(held)
@@ -80,7 +81,8 @@ class _Compiled:
 
 
 def _perform(action: Action, reach: Reach, run: Run, *, op: Op) -> None:
-    action(reach, run, op)
+    if not run.dropped:
+        action(reach, run, op)
 
 
 def _poisoned(before: list[torch.Tensor], work: Callable[[], None], after: list[torch.Tensor]) -> None:

@@ -83,7 +83,7 @@ def build_feed(
         _check(i, micro, shape, layout.units[0].params[0].shape[0])
         _check_positions(i, micro, num_positions)
     rows, remapped = torch.unique(torch.cat([m.input_ids.reshape(-1) for m in batch]), return_inverse=True)
-    flat = _Flat()
+    flat = Flat()
     feeds = tuple(
         _lay_out(micro, ids, flat)
         for micro, ids in zip(batch, remapped.split([m.input_ids.numel() for m in batch]), strict=True)
@@ -95,14 +95,14 @@ def build_feed(
         micro=feeds,
         rows=rows,
         row_slice=row_slice,
-        rows_by_tile=_by_tile(rows, layout),
+        rows_by_tile=by_tile(rows, layout),
         padding_row=padding[0] if padding else None,
         num_target_tokens=sum(feed.targets.shape[0] for feed in feeds),
         num_tokens=sum(m.input_ids.numel() if m.attention_mask is None else int(m.attention_mask.sum()) for m in batch),
     )
 
 
-class _Flat:
+class Flat:
     """Collects tensors that will lie one behind the other."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class _Flat:
         return place
 
 
-def _lay_out(micro: MicroBatch, ids: torch.Tensor, flat: _Flat) -> MicroFeed:
+def _lay_out(micro: MicroBatch, ids: torch.Tensor, flat: Flat) -> MicroFeed:
     """ids: the micro-batch's, remapped into the rows, flattened."""
     shape = tuple(micro.input_ids.shape)
     shifted = torch.full(shape, IGNORE, dtype=torch.int64)
@@ -135,7 +135,7 @@ def _lay_out(micro: MicroBatch, ids: torch.Tensor, flat: _Flat) -> MicroFeed:
     )
 
 
-def _by_tile(rows: torch.Tensor, layout: Layout) -> tuple[tuple[torch.Tensor, int, int], ...]:
+def by_tile(rows: torch.Tensor, layout: Layout) -> tuple[tuple[torch.Tensor, int, int], ...]:
     width, tiles = layout.units[0].row_numel, layout.tiles(0)
     starts = [t.start // width for t in tiles]
     cuts = [*torch.searchsorted(rows, torch.tensor(starts)).tolist(), rows.numel()]

@@ -46,6 +46,7 @@ class Run:
     squares: float = 0.0  # of the norms of units updated ahead, as far as they are known
     ahead: set[tuple[int, int]] = field(default_factory=set)  # (unit, tile) whose spare copy holds the new state
     marks: list[Mark] = field(default_factory=list)
+    dropped: bool = False  # nobody wants it any more: what has not begun does nothing
 
 
 class StepResult:

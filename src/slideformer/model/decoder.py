@@ -99,6 +99,14 @@ class Decoder:
         kinds = getattr(self._model.config, "layer_types", None)
         return "" if kinds is None else str(kinds[index])
 
+    @property
+    def num_positions(self) -> int | None:
+        """Positions of a learned table (GPT-2; two more rows in OPT); None where positions are computed."""
+        glue = self.layout.find(UnitKind.GLUE)
+        most = getattr(self.config, "max_position_embeddings", None)
+        params = () if glue is None or most is None else self.layout.units[glue].params
+        return most if any(p.shape[0] in (most, most + 2) for p in params if len(p.shape) == 2) else None
+
     @cached_property
     def cache_shape(self) -> CacheShape:
         """What a block keeps between tokens. Raises ModelRefused for a model that keeps something else than keys and

@@ -1,0 +1,153 @@
+"""Text from a model folder or a checkpoint: opens an engine that only generates, and turns its tokens into text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from slideformer.data import Codec, load_tokenizer
+from slideformer.data.prompts import Prompt, Words, encode_prompts
+from slideformer.device import open_device
+from slideformer.engine.generation import Generated, Told
+from slideformer.engine.generator import GenerationEngine, GenerationOptions
+from slideformer.model import weights
+from slideformer.model.decoder import Decoder
+from slideformer.model.folder import CONFIG, read_config
+from slideformer.model.parity import check_parity
+from slideformer.model.sampling import Sampling
+from slideformer.schedule import LaneName
+from slideformer.train import checkpoint
+from slideformer.train.export import Source, find_source
+
+TILE_NUMEL = 1 << 23
+PIECE_NUMEL = 1 << 22
+DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
+HELD_BACK = "\ufffd"  # what a tokenizer gives for the first bytes of a letter
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """What to generate with. model: a model folder, a checkpoint, or a folder with checkpoints. dtype: auto is bf16 on
+    a GPU and fp32 on a CPU. chat, system: as in `encode_prompts`."""
+
+    model: Path
+    options: GenerationOptions
+    device: str = "auto"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    chat: bool | None = None
+    system: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What one prompt came to. tokens: an end token included; text: without special tokens. stopped: at an end token,
+    else because there were enough."""
+
+    prompt: Prompt
+    tokens: tuple[int, ...]
+    text: str
+    stopped: bool
+
+
+class Generator:
+    """An engine with its tokenizer. From `open_generator`."""
+
+    def __init__(self, engine: GenerationEngine, codec: Codec, prompts: Sequence[Prompt]) -> None:
+        self.engine, self.codec, self.prompts = engine, codec, prompts
+
+    def run(self, sampling: Sampling, told: Told = lambda _: None) -> tuple[list[Completion], Generated]:
+        """All prompts to their ends. end_ids of the sampling are the tokenizer's, and those of generation_config."""
+        found = self.engine.generate([p.ids for p in self.prompts], sampling, told)
+        pairs = zip(self.prompts, found.tokens, strict=True)
+        return [completion(p, t, self.codec, sampling.end_ids) for p, t in pairs], found
+
+
+def completion(prompt: Prompt, tokens: tuple[int, ...], codec: Codec, end_ids: tuple[int, ...]) -> Completion:
+    stopped = bool(tokens) and tokens[-1] in end_ids
+    return Completion(prompt, tokens, codec.tokenizer.decode(tokens, skip_special_tokens=True), stopped)
+
+
+class TextStream:
+    """Text of one prompt as its tokens come: `add` gives what is new and will not change any more."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec, self._tokens, self._shown = codec, [], 0
+
+    def add(self, token: int) -> str:
+        self._tokens.append(token)
+        text = self._codec.tokenizer.decode(self._tokens, skip_special_tokens=True)
+        if text.endswith(HELD_BACK):
+            return ""
+        new, self._shown = text[self._shown :], len(text)
+        return new
+
+
+@contextmanager
+def open_generator(request: GenerateRequest, words: Sequence[Words], max_new_tokens: int) -> Iterator[Generator]:
+    """Everything that is needed for these prompts, weights loaded. Raises BadInput and DoesNotFit before that."""
+    source = None
+    if not (request.model / CONFIG).is_file() or (request.model / checkpoint.MANIFEST).is_file():
+        source = find_source(request.model, None)
+    folder = request.model if source is None else source.model
+    model_config = read_config(folder)
+    codec = load_tokenizer(folder)
+    prompts = encode_prompts(words, codec, chat=request.chat, system=request.system)
+    check_parity(model_config, disable_dropout=True)
+    with open_device(request.device) as device:
+        dtype = DTYPES[request.dtype] or (torch.bfloat16 if device.kind == "cuda" else torch.float32)
+        decoder = Decoder(
+            model_config,
+            dtype=dtype,
+            tile_numel=TILE_NUMEL,
+            disable_dropout=True,
+            kernels="auto",
+            device=device.torch_device,
+        )
+        if source is None:
+            weights.check(folder, decoder.layout, names=decoder.names)
+        lengths = [len(prompt.ids) for prompt in prompts]
+        with GenerationEngine(
+            decoder, device, request.options, prompt_lengths=lengths, max_new_tokens=max_new_tokens
+        ) as engine:
+            if source is None:
+                weights.load(folder, engine.layout, engine.write, names=decoder.names)
+            else:
+                _copy(source, engine)
+            yield Generator(engine, codec, prompts)
+
+
+def _copy(source: Source, engine: GenerationEngine) -> None:
+    """Weights of a checkpoint, parameter by parameter: its layout may order them differently."""
+    for index, unit in enumerate(engine.layout.units):
+        theirs = source.decoder.layout.units[index].offsets
+        for param in unit.params:
+            for start in range(0, param.numel, PIECE_NUMEL):
+                stop = min(start + PIECE_NUMEL, param.numel)
+                values = source.read(index, theirs[param.name] + start, theirs[param.name] + stop)
+                engine.write(index, unit.offsets[param.name] + start, values)
+
+
+def binds(busy: Mapping[LaneName, float], pass_s: float) -> tuple[str, float]:
+    """The lane that works the largest share of a pass, and that share."""
+    lane = max(busy, key=lambda name: busy[name], default=LaneName.COMPUTE)
+    return str(lane), min(busy.get(lane, 0.0) / pass_s, 1.0) if pass_s else 0.0
+
+
+def speed(found: Generated) -> str:
+    """Tokens a second, and what they hang on, in a sentence."""
+    lane, share = binds(found.busy, found.pass_s)
+    what = {
+        "upload": "weights cross the link, for more prompts at once in the same time; more device memory shortens it",
+        "fetch": "keys and values cross the link; more device memory, or fewer or shorter prompts, shorten it",
+        "compute": "the device's own work",
+    }.get(lane, "host work")
+    text = f"{found.num_tokens} tokens in {found.prompt_s + found.decode_s:.2f} s"
+    if found.decoded:
+        text += f" ({found.prompt_s:.2f} s of them for the prompts), {found.tokens_per_second:.1f} tokens/s"
+        text += f", {found.pass_s:.3g} s a pass; {lane} is busy {share:.0%} of it: {what}"
+    return text
