@@ -118,6 +118,8 @@ class DiskFolder:
     @contextmanager
     def noting(self, traffic: Traffic, nbytes: int) -> Iterator[None]:
         """For `DiskFile`: one of its calls is at work, and moves so much if it ends well."""
+        if not self.claim.mine:  # a child that the run forked has none of the threads
+            raise Stopped
         with self._lock:
             if traffic.running == 0:
                 traffic.since = time.perf_counter()
@@ -143,7 +145,10 @@ class DiskFolder:
 
 
 def _threads(threads: int, block_nbytes: int) -> NativeDisk | StandInDisk:
-    made = load_disk(threads, block_nbytes)
+    try:
+        made = load_disk(threads, block_nbytes)
+    except OSError as error:
+        raise RunFailed(f"{error}: raise the limit on processes, or the memory that this one may map") from None
     if made is None:
         log.warning(
             "Blocks on disk are summed in numpy, at about %.1f GB/s, since there is no native library: "

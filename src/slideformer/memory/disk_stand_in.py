@@ -8,7 +8,8 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
-from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
+from errno import EAGAIN
 from queue import SimpleQueue
 
 from torch import Tensor
@@ -23,7 +24,7 @@ class StandInDisk:
     """The door of `NativeDisk`: see there."""
 
     def __init__(self, *, threads: int, block_nbytes: int) -> None:
-        self._block_nbytes = block_nbytes
+        self._block_nbytes, self._stopped = block_nbytes, False
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="disk")
         self._own: SimpleQueue[_Own] = SimpleQueue()
         for _ in range(threads):
@@ -36,7 +37,8 @@ class StandInDisk:
         return self._move(_Own.read, file, offset, head, data)
 
     def stop(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._stopped = True
+        self._pool.shutdown()
 
     def _move(self, one: Callable[..., int], file: int, offset: int, head: bytearray, data: Tensor) -> int:
         whole, aligned = memoryview(data.numpy()), data.data_ptr() % PAGE == 0
@@ -46,16 +48,17 @@ class StandInDisk:
                 block = whole[start : start + self._block_nbytes]
                 at, first = (offset + PAGE + start, None) if start else (offset, head)
                 futures.append(self._pool.submit(self._lent, one, file, at, first, block, aligned, start // PAGE))
-        except RuntimeError:  # the pool was shut down
-            raise Stopped from None
+        except RuntimeError as error:
+            if self._stopped:
+                raise Stopped from None
+            raise OSError(EAGAIN, str(error)) from None  # no thread could be started
         finally:
             wait(futures)  # memory is the caller's again when this returns, whatever happened
-        try:
-            return sum(future.result() for future in futures) % 2**64
-        except CancelledError:
-            raise Stopped from None
+        return sum(future.result() for future in futures) % 2**64
 
     def _lent(self, one: Callable[..., int], *block: object) -> int:
+        if self._stopped:
+            raise Stopped
         own = self._own.get()
         try:
             return one(own, *block)
