@@ -40,6 +40,17 @@ class Op:
     flops: int | None
     pristine: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # an input, and what it is before each call
     impls: dict[str, Callable[[], object]] = field(default_factory=dict)
+    compared: bool = False  # implementations return the same tensors, so the first one's are a reference for the others
+    reference: list[Tensor] | None = None
+
+    def off_by(self, found: object) -> float | None:
+        """Largest relative distance of a tensor of `found` from that of the first implementation; None: no such."""
+        if not self.compared:
+            return None
+        if self.reference is None:
+            self.reference = [t.cpu() for t in found]
+        pairs = zip(found, self.reference, strict=True)
+        return max(float((t.cpu().float() - of.float()).norm() / of.float().norm()) for t, of in pairs)
 
     def keep(self, *tensors: Tensor) -> None:
         self.pristine += [(t, t.detach().clone()) for t in tensors]
@@ -50,6 +61,7 @@ class Op:
             tensor.copy_(value)
 
     def close(self) -> None:
+        self.reference = None
         self.pristine.clear()
         self.impls.clear()
 
@@ -249,17 +261,18 @@ def squared_norm(inputs: Inputs, numel: int) -> Op:
 def block(inputs: Inputs) -> Op:
     """One decoder block as the engine runs it in backward: again from its input under grad, then its gradients.
 
-    With each set of kernels, with each of ours left out, and as torch.compile makes it from the model's own code: one
-    compiled function for all blocks, which takes their parameters as arguments.
+    With each set of kernels, with each of ours left out, and as torch.compile makes it from the model's own code or
+    around our kernels: one compiled function for all blocks, which takes their parameters, views into one flat tensor,
+    as arguments.
     """
     config = inputs.config
     kinds: dict[str, dict[str, object]] = {"eager": {"kernels": "torch"}, "compile": {"kernels": "torch"}}
     if inputs.device.type == "cuda":
         kinds |= {"liger": {"kernels": "liger"}} if inputs.liger else {}
-        kinds |= {"ours": {"kernels": "triton"}}
+        kinds |= {"ours": {"kernels": "triton"}, "ours compiled": {"kernels": "triton"}}
         for left_out in ("rms_norm", "residual", "rotary", "glu"):
             kinds[f"ours without {left_out}"] = {"kernels": "triton", "without_kernels": (left_out,)}
-    op = Op("block", f"{inputs.batch} x {inputs.seq} tokens", None, None)
+    op = Op("block", f"{inputs.batch} x {inputs.seq} tokens", None, None, compared=True)
     hidden, grad = (inputs.randn(inputs.batch, inputs.seq, config.hidden_size) for _ in range(2))
     flat: Tensor | None = None
     for name, more in kinds.items():
@@ -270,7 +283,7 @@ def block(inputs: Inputs) -> Op:
             products = decoder.layout.units[unit].decay_numel * inputs.batch * inputs.seq
             attention = inputs.batch * config.num_attention_heads * config.head_dim * inputs.seq**2
             op.flops = 6 * products + 2 * products + 6 * attention + 2 * attention  # the rerun counted, causal half
-        op.impls[name] = _block_call(decoder, flat, hidden, grad, compiled=name == "compile")
+        op.impls[name] = _block_call(decoder, flat, hidden, grad, compiled="compile" in name)
     return op
 
 

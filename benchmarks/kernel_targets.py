@@ -9,6 +9,8 @@ from rules import Line
 from targets import Target
 
 TIME, MEMORY, BANDWIDTH, PACKED = 1.02, 1.0, 0.80, 1.10
+OFF = 0.025
+"""Relative, of a whole gradient of a block in bf16: some 20 roundings of 2^-9 in quadrature on either side, twice that."""
 
 
 def targets(lines: Sequence[Line]) -> Iterator[Target]:
@@ -26,6 +28,9 @@ def targets(lines: Sequence[Line]) -> Iterator[Target]:
             yield Target(f"{name}, share of the copy's bandwidth", ours["of_limit"], BANDWIDTH, least=True)
         if "ours sliced" in impls and liger is not None:
             yield from _memory(f"{name}, by slices, memory over Liger's", impls["ours sliced"], liger)
+        for impl, line in impls.items():
+            if line.get("off_by"):
+                yield Target(f"{name}, {impl}, gradients off the model's own by", line["off_by"], OFF)
         if "one row" in impls and "rows" in impls:  # uneven samples are other samples, with more attention
             row, rows = impls["one row"], impls["rows"]
             yield Target(f"{name}, one row, time over rows", _ms(row) / _ms(rows), PACKED)

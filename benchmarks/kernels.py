@@ -89,11 +89,15 @@ def limits(clock: Clock, reps: int) -> dict[str, float]:
 def measure(op: Op, clock: Clock, reps: int) -> dict[str, dict[str, object]]:
     """Implementation -> times and peak; one that fails is told and left out."""
     peaks: dict[str, float | None] = {}
+    off_by: dict[str, dict[str, float]] = {}
     for name, work in list(op.impls.items()):
         try:
             for _ in range(WARMUP):
                 op.prepare()
-                work()
+                found = work()
+            if (off := op.off_by(found)) is not None:
+                off_by[name] = {"off_by": float(f"{off:.3g}")}
+            del found
             op.prepare()
             peaks[name] = clock.peak_mib(work)
         except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -104,7 +108,10 @@ def measure(op: Op, clock: Clock, reps: int) -> dict[str, dict[str, object]]:
         for name, work in op.impls.items():
             op.prepare()
             times[name].append(clock.ms(work))
-    return {name: {"ms": spread(times[name]), "peak_mib": peaks[name], "steps": reps} for name in op.impls}
+    alike = {"steps": reps}
+    return {
+        name: {"ms": spread(times[name]), "peak_mib": peaks[name], **alike, **off_by.get(name, {})} for name in times
+    }
 
 
 def rate(op: Op, ms: float, limit: dict[str, float]) -> dict[str, float]:
