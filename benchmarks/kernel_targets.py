@@ -10,7 +10,7 @@ from targets import Target
 
 TIME, MEMORY, BANDWIDTH, PACKED = 1.02, 1.0, 0.80, 1.10
 OFF = 0.025
-"""Relative, of a whole gradient of a block in bf16: some 20 roundings of 2^-9 in quadrature on either side, twice that."""
+"""Relative, of a whole gradient of a block in bf16: ~20 roundings of 2^-9 in quadrature on either side, twice that."""
 
 
 def targets(lines: Sequence[Line]) -> Iterator[Target]:
