@@ -140,12 +140,15 @@ def test_a_folder_that_somebody_removes_changes_nothing(folder: DiskFolder, file
     folder.close()
 
 
-def test_more_than_the_disk_has_is_refused_with_the_numbers(folder: DiskFolder) -> None:
+def test_more_than_the_disk_has_is_refused_before_any_of_it_is_taken(folder: DiskFolder, monkeypatch) -> None:
     text = r"d/b needs 1048576\.00 GiB and \d+\.\d\d GiB are free there: free some, choose another offload_dir, or keep"
+    taken: list[int] = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda file, start, nbytes: taken.append(nbytes))
     with pytest.raises(DoesNotFit, match=text):
         folder.file("b", [(1 << 50) - 4096])
-    assert not (folder.path / "b").exists()
+    assert not (folder.path / "b").exists() and taken == []
     folder.file("b", [100])
+    assert taken == [8192]
 
 
 @pytest.fixture
@@ -257,6 +260,7 @@ def other_run(tmp_path: Path) -> Iterator[int]:
     """A process that has tmp_path / d, with a file in it, and does nothing more."""
     ready, told = os.pipe()
     if (child := os.fork()) == 0:
+        signal.alarm(100)
         DiskFolder(tmp_path / "d").file("a", [1 << 20])
         os.write(told, b"x")
         signal.pause()
@@ -292,6 +296,7 @@ def test_what_a_killed_run_left_is_told_and_not_touched(other_run: int, tmp_path
 
 def test_a_child_of_the_run_leaves_the_folder_to_it(folder: DiskFolder, file: DiskFile) -> None:
     if (child := os.fork()) == 0:
+        signal.alarm(20)
         try:
             folder.close()
             file.read(0, on_a_page(NBYTES))
