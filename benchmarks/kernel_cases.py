@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import util
+from importlib import import_module, util
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -275,6 +276,8 @@ def block(inputs: Inputs) -> Op:
     op = Op("block", f"{inputs.batch} x {inputs.seq} tokens", None, None, compared=True)
     hidden, grad = (inputs.randn(inputs.batch, inputs.seq, config.hidden_size) for _ in range(2))
     flat: Tensor | None = None
+    family = import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
+    own = family.apply_rotary_pos_emb
     for name, more in kinds.items():
         decoder = Decoder(config, dtype=inputs.dtype, tile_numel=1 << 24, device=inputs.device, **more)
         unit = decoder.layout.blocks[0]
@@ -284,7 +287,19 @@ def block(inputs: Inputs) -> Op:
             attention = inputs.batch * config.num_attention_heads * config.head_dim * inputs.seq**2
             op.flops = 6 * products + 2 * products + 6 * attention + 2 * attention  # the rerun counted, causal half
         op.impls[name] = _block_call(decoder, flat, hidden, grad, compiled="compile" in name)
+        if name == "liger":  # which changes the family's function for the whole process
+            op.impls[name] = partial(_with_rotary, family, family.apply_rotary_pos_emb, op.impls[name])
+            family.apply_rotary_pos_emb = own
     return op
+
+
+def _with_rotary(family: ModuleType, function: object, work: Callable[[], object]) -> object:
+    own = family.apply_rotary_pos_emb
+    family.apply_rotary_pos_emb = function
+    try:
+        return work()
+    finally:
+        family.apply_rotary_pos_emb = own
 
 
 def packed(inputs: Inputs) -> Op:

@@ -63,10 +63,12 @@ in which one of them is more than 5% slower than this met a machine, or an insta
 
 
 def name_of(line: Line) -> str:
-    """The case as it is called: with its limit if it has one, its program, and whether it clips."""
+    """The case as it is called: with its limit if it has one, its program, whether it clips, and kernels that are not
+    the usual ones."""
     suffix = line["update"] or ("clip" if line["max_grad_norm"] else "")
     limit = f"-{line['gpu_limit_gib']:g}" if line["case"] == "ours-auto" and line["gpu_limit_gib"] else ""
-    return f"{line['case']}{limit}{':' * bool(suffix)}{suffix}"
+    kernels = f"/{line['variant']}" if line.get("variant") else ""
+    return f"{line['case']}{limit}{':' * bool(suffix)}{suffix}{kernels}"
 
 
 def line_faults(line: Line) -> Iterator[str]:

@@ -14,7 +14,9 @@ import disk
 import link
 import optimizer
 import step
+import step_kernels
 from report import report, sift
+from rules import name_of
 
 STEP = Path(__file__).parents[2] / "benchmarks" / "step.py"
 
@@ -81,6 +83,33 @@ def test_a_call_goes_on_past_a_peer_that_is_not_here(tmp_path):
     assert line["case"] == "ours-streamed" and line["max_grad_norm"] == 1.0 and line["num_layers"] == 2
     assert line["command"].startswith("python benchmarks/step.py --shape tiny") and "--worker" not in line["command"]
     assert line["command"].endswith("--out step.jsonl")  # names of folders stay where they are
+
+
+def test_kernels_are_changed_on_one_engine_and_told_apart(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "k.jsonl"
+    words = "--shape tiny --num-layers 2 --batch 2 --seq 16 --steps 1 --device cpu --case ours-streamed".split()
+    monkeypatch.setattr(sys, "argv", ["step_kernels.py", *words, "--out", str(out)])
+    chosen = []
+    monkeypatch.setattr(step_kernels, "_steps", lambda e, *a: chosen.append(decoder_of(e)) or measure_steps(e, *a))
+    assert step_kernels.main() == 0
+    lines = [json.loads(text) for text in out.read_text().splitlines()]
+    assert [name_of(line) for line in lines] == [
+        "ours-streamed:eager", "ours-streamed:eager/torch", "ours-streamed:eager",
+    ]  # fmt: skip
+    assert chosen[0] is chosen[2] and chosen[0] is not chosen[1]
+    assert lines[1]["loss"][0] < lines[0]["loss"][0]  # they train on
+    capsys.readouterr()
+    assert step_kernels.report(out) == 0
+    assert [row.split(" | ")[0] for row in capsys.readouterr().out.splitlines()[4:7]] == [
+        "| all of ours", "| torch", "| all of ours",
+    ]  # fmt: skip
+
+
+def decoder_of(engine):
+    return engine.executor._actions["forward"].__self__.decoder
+
+
+measure_steps = step_kernels._steps
 
 
 def test_a_case_ends_as_its_process_does_and_not_later_than_it_may():
