@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from slideformer.config import DiskSettings, GenerationSettings, TrainConfig
+from slideformer.config import DiskSettings, TrainConfig
 from slideformer.errors import BadInput
 
 MINIMAL = {"model_name_or_path": "model", "dataset": "rows.jsonl"}
 
 
-class Whole(GenerationSettings, DiskSettings, TrainConfig):
+class Whole(DiskSettings, TrainConfig):
     """TrainConfig with both."""
 
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from families import FAMILIES, PAD, VOCAB, random_model
 from slideformer.device.cpu import CpuDevice
-from slideformer.engine.generation import Generation
-from slideformer.engine.generator import GenerationEngine, GenerationOptions, pass_options, shape_of
+from slideformer.engine.generation import Generation, pass_options, shape_of
+from slideformer.engine.generator import GenerationEngine, GenerationOptions
 from slideformer.errors import BadInput, DoesNotFit
 from slideformer.memory import State
 from slideformer.model.decoder import Decoder

@@ -11,6 +11,7 @@ class GenerationSettings(Settings):
     """What is generated during training, and how often. Greedy, so that two runs can be compared."""
 
     generate_steps: int = Field(0, ge=0)  # samples after every so many steps, and at the end; 0: none
+    generate_max_new_tokens: int = Field(128, ge=1)  # most tokens of a sample
     generate_prompts: tuple[str, ...] | str = ()  # what they go on from: a list, or a file with one a line (or .jsonl)
 
     @field_validator("generate_prompts", mode="before")

@@ -26,7 +26,7 @@ def rules(config: TrainConfig) -> list[tuple[bool, str]]:
         *_of_the_schedule(config),
         *_of_the_best(config),
         *(_of_the_disk(config) if isinstance(config, DiskSettings) else ()),
-        *(_of_generation(config) if isinstance(config, GenerationSettings) else ()),
+        *_of_generation(config),
         (
             config.update == "eager" and config.max_grad_norm > 0,
             "update: eager cannot clip (it updates before the norm is known), and "

@@ -10,6 +10,7 @@ from pydantic import ValidationError, model_validator
 
 from slideformer.config.data import DataSettings
 from slideformer.config.faults import WrongSettings, wrong_settings
+from slideformer.config.generation import GenerationSettings
 from slideformer.config.machine import MachineSettings
 from slideformer.config.model import ModelSettings
 from slideformer.config.optimizer import DEFAULT_WARMUP_RATIO, WITHOUT_WARMUP, OptimizerSettings, StepSettings
@@ -18,6 +19,7 @@ from slideformer.config.rules import rules
 
 
 class TrainConfig(
+    GenerationSettings,
     OutputSettings,
     MachineSettings,
     OptimizerSettings,

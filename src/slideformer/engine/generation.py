@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import torch
 
 from slideformer.device import Device
 from slideformer.engine.executor import Executor
@@ -24,7 +27,21 @@ from slideformer.memory.passes import PassShape, pass_needs
 from slideformer.model.decoder import Decoder
 from slideformer.model.sampling import Chooser, Sampling
 from slideformer.native import HostKernels
-from slideformer.schedule import Buffer, LaneName, PassOptions, Place, Plan, build_pass, pass_ops, prove
+from slideformer.schedule import (
+    Buffer,
+    LaneName,
+    PassOptions,
+    Place,
+    Plan,
+    StepOptions,
+    Update,
+    build_pass,
+    pass_ops,
+    prove,
+)
+
+if TYPE_CHECKING:
+    from slideformer.engine.engine import Engine
 
 Told = Callable[[list[tuple[int, int]]], None]
 """Hears after every pass which token each prompt got, as (number of the prompt, token)."""
@@ -69,6 +86,44 @@ def listed_passes(layout: Layout, options: PassOptions) -> list[Plan]:
     return [Plan(pass_ops(layout, o), (), trains=False, name="listed") for o in each]
 
 
+def shape_of(decoder: Decoder, prompt_lengths: Sequence[int], max_new_tokens: int, micro_tokens: int) -> PassShape:
+    """All prompts in one round, in as few micro-batches of at most so many tokens as they need."""
+    if not prompt_lengths:
+        raise BadInput("there are no prompts: give at least one")
+    longest = max(prompt_lengths)
+    rows = min(max(micro_tokens // max(longest, 1), 1), len(prompt_lengths))
+    return PassShape(
+        micro_batches=-(-len(prompt_lengths) // rows),
+        rows=rows,
+        prompt_length=longest,
+        length=longest + max_new_tokens,
+        hidden=decoder.hidden_size,
+        dtype=decoder.dtype,
+        cache_numel=decoder.cache_shape.numel,
+    )
+
+
+def pass_options(shape: PassShape, layout: Layout, *, window: int = 2, resident: tuple[int, ...] = ()) -> PassOptions:
+    """Hidden states on the device, keys and values on the host."""
+    return PassOptions(
+        window=min(window, len(layout.blocks)),
+        micro_batches=shape.micro_batches,
+        hidden_pool=shape.micro_batches + 1,
+        hidden_ring=2,
+        fp32_compute=shape.dtype is torch.float32,
+        resident=resident,
+    )
+
+
+def beside_options(step: StepOptions, layout: Layout, shape: PassShape) -> PassOptions:
+    """Passes on what lies where a training step has it."""
+    of_step = {f.name: getattr(step, f.name) for f in fields(step)}
+    own = pass_options(shape, layout, window=step.window)
+    of_passes = ("micro_batches", "hidden_pool", "hidden_ring", "fp32_compute", "first", "cached_on_device")
+    training = {"ahead": (), "late": (), "keep": (), "update": Update.EAGER}
+    return PassOptions(**{**of_step, **training, **{name: getattr(own, name) for name in of_passes}})
+
+
 class Generation:
     """Passes of one shape. Use from the thread that uses the state's engine, and when that is idle."""
 
@@ -92,6 +147,14 @@ class Generation:
         actions = PassActions(decoder, kernels, device, self.layout).table()
         self.executor = Executor(device, buffers, actions)
         self._sequences = buffers[Buffer(Place.SEQUENCES)]
+
+    @classmethod
+    def beside(cls, engine: Engine, shape: PassShape) -> Generation:
+        """On the state of an engine that trains, in its slots for weights: nothing else of it is touched. Keys and
+        values lie on the host. Raises DoesNotFit."""
+        options = beside_options(engine.step_options, engine.layout, shape)
+        lent = {b: held for b, held in engine.executor.buffers.items() if b.place in SHARED}
+        return cls(engine.decoder, engine.device, engine.kernels, engine.state, shape, options, lent)
 
     def run(self, prompts: Sequence[Sequence[int]], sampling: Sampling, told: Told = lambda _: None) -> Generated:
         """New tokens for every prompt; blocks. Raises BadInput for prompts that do not fit, LaneFailure."""

@@ -13,7 +13,7 @@ import torch
 
 from slideformer.device import Device
 from slideformer.engine.costs import ASSUMED, assumed
-from slideformer.engine.generation import Generated, Generation, Told, listed_passes
+from slideformer.engine.generation import Generated, Generation, Told, listed_passes, pass_options, shape_of
 from slideformer.engine.placement import MARGIN
 from slideformer.errors import BadInput
 from slideformer.layout import Layout, UnitKind
@@ -109,35 +109,6 @@ class GenerationEngine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def shape_of(decoder: Decoder, prompt_lengths: Sequence[int], max_new_tokens: int, micro_tokens: int) -> PassShape:
-    """All prompts in one round, in as few micro-batches of at most so many tokens as they need."""
-    if not prompt_lengths:
-        raise BadInput("there are no prompts: give at least one")
-    longest = max(prompt_lengths)
-    rows = min(max(micro_tokens // max(longest, 1), 1), len(prompt_lengths))
-    return PassShape(
-        micro_batches=-(-len(prompt_lengths) // rows),
-        rows=rows,
-        prompt_length=longest,
-        length=longest + max_new_tokens,
-        hidden=decoder.hidden_size,
-        dtype=decoder.dtype,
-        cache_numel=decoder.cache_shape.numel,
-    )
-
-
-def pass_options(shape: PassShape, layout: Layout, *, window: int = 2, resident: tuple[int, ...] = ()) -> PassOptions:
-    """Hidden states on the device, keys and values on the host."""
-    return PassOptions(
-        window=min(window, len(layout.blocks)),
-        micro_batches=shape.micro_batches,
-        hidden_pool=shape.micro_batches + 1,
-        hidden_ring=2,
-        fp32_compute=shape.dtype is torch.float32,
-        resident=resident,
-    )
 
 
 class _Fit:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slideformer.train.callbacks import Callbacks
 from slideformer.train.console import Console
 from slideformer.train.metrics import Metrics, MetricsFile
+from slideformer.train.samples import Sample
 from slideformer.train.trackers import Trackers
 
 
@@ -29,6 +31,15 @@ class Journal:
         """An evaluation's line."""
         self._write(metrics)
         self.console.evaluation(metrics)
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Text that the model has written; its file has it already."""
+        for sample in samples:
+            for line in sample.lines():
+                self.console.note(line)
+        texts = {f"samples/{s.number}": f"**{s.completion.prompt.text}**\n\n{s.completion.text}" for s in samples}
+        if samples:
+            self.trackers.log_texts(texts, samples[0].step)
 
     def _write(self, metrics: Metrics) -> None:
         self.file.write(metrics)

@@ -23,6 +23,7 @@ from slideformer.train.checkpoint import Progress, folder_name
 from slideformer.train.evaluation import Sets, evaluate
 from slideformer.train.interval import Interval
 from slideformer.train.journal import Journal
+from slideformer.train.samples import Samples
 from slideformer.train.saver import Saver
 from slideformer.train.schedule import Schedule
 from slideformer.train.stop import StopRequests
@@ -42,7 +43,7 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a run is done with and on. num_steps: of the whole run."""
+    """What a run is done with and on. num_steps: of the whole run. peak_tflops: of the device, where one is known."""
 
     config: TrainConfig
     engine: Engine
@@ -51,6 +52,8 @@ class Work:
     evaluation: Sets
     schedule: Schedule
     num_steps: int
+    samples: Samples
+    peak_tflops: float | None
 
 
 class Loop:
@@ -97,7 +100,7 @@ class Loop:
                 self._finish(waiting)
             waiting = submitted
             saves, evaluates = self._saves_after(index), self._evaluates_after(index)
-            if saves or evaluates or self._ends(index + 1):
+            if saves or evaluates or self._samples_after(index + 1) or self._ends(index + 1):
                 self._finish(waiting)
                 waiting = None
                 self._between(index + 1, submitted.batch.epoch, saves=saves, evaluates=evaluates)
@@ -110,6 +113,8 @@ class Loop:
         """What comes after a step whose result has been read. The last one has an evaluation, if any, and a save."""
         if evaluates or (self._ends(step) and self.work.config.eval_strategy != "no"):
             self._evaluate(step, epoch)
+        if self._samples_after(step):
+            self.journal.samples(self.work.samples.take(step, epoch))
         if saves or self._ends(step):
             self._save(step, evaluated=True)
         self._interval.restart()
@@ -117,6 +122,9 @@ class Loop:
     def _ends(self, step: int) -> bool:
         """Whether the run is over after `step` steps."""
         return step >= self.work.num_steps or self.callbacks.control.should_training_stop
+
+    def _samples_after(self, step: int) -> bool:
+        return self.work.samples.due(step, last=self._ends(step))
 
     def _saves_after(self, index: int) -> bool:
         """Whether a checkpoint is due after step `index`, from 0, or has been asked for."""
@@ -213,6 +221,7 @@ class Loop:
 
     def _metrics(self, step: Submitted, norm: float | None) -> dict[str, float | int | None]:
         speed = self._interval.close()
+        tflops, peak = self._flops_per_token * speed.tokens_per_second / 1e12, self.work.peak_tflops
         if self._say_what_binds:
             busy = {str(lane): min(s / speed.step_s, 1.0) for lane, s in step.result.busy_s().items()}
             self.journal.console.note(verdict(busy, speed.step_s, self.work.engine.predicted_step_s))
@@ -227,7 +236,8 @@ class Loop:
             "num_target_tokens_seen": self._targets_seen,
             "tokens_per_second": speed.tokens_per_second,
             "step_time": speed.step_s,
-            "tflops": self._flops_per_token * speed.tokens_per_second / 1e12,
+            "tflops": tflops,
+            **({} if peak is None else {"mfu": tflops / peak}),
             "eta_seconds": self._interval.mean_step_s() * (self.work.num_steps - step.number),
             "nonfinite_steps": self._nonfinite_steps,
             **_memory_metrics(self.work.device),

@@ -1,7 +1,7 @@
 """The run's numbers: one JSON object a line in metrics.jsonl, one vocabulary everywhere.
 
 Names: global_step, epoch, loss, grad_norm, learning_rate, num_input_tokens_seen, num_target_tokens_seen,
-tokens_per_second, step_time, tflops, eta_seconds, nonfinite_steps, host_mem_gib, pinned_gib, gpu_mem_peak_gib,
+tokens_per_second, step_time, tflops, mfu, eta_seconds, nonfinite_steps, host_mem_gib, pinned_gib, gpu_mem_peak_gib,
 busy_LANE_pct, eval_loss and eval_perplexity (eval_NAME_loss for named evaluation sets).
 """
 

@@ -27,12 +27,14 @@ QUEUE_LINES = 1000  # some minutes of a tracker that does not answer, at several
 END_S = 30.0  # how long the end of a run waits for what is still queued
 PROJECT = "slideformer"  # where nothing else is said (WANDB_PROJECT, TRACKIO_PROJECT, MLFLOW_EXPERIMENT_NAME)
 Numbers = Mapping[str, float]
+Texts = Mapping[str, str]
 
 
 class Tracker(Protocol):
     """Made, used and closed in one thread. Free to raise."""
 
     def log(self, numbers: Numbers, step: int) -> None: ...
+    def log_texts(self, texts: Texts, step: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -50,6 +52,10 @@ class _TensorBoard:
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
 
+    def log_texts(self, texts: Texts, step: int) -> None:
+        for name, text in texts.items():
+            self._writer.add_text(name, text, step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -65,18 +71,25 @@ class _Trackio:
     def log(self, numbers: Numbers, step: int) -> None:
         self._trackio.log(dict(numbers), step=step)
 
+    def log_texts(self, texts: Texts, step: int) -> None:
+        self._trackio.log({name: self._trackio.Markdown(text) for name, text in texts.items()}, step=step)
+
     def close(self) -> None:
         self._trackio.finish()
 
 
 class _Wandb:
     def __init__(self, name: str, folder: Path, settings: Mapping[str, JsonValue], first_step: int) -> None:
-        wandb = importlib.import_module("wandb")
+        self._wandb = wandb = importlib.import_module("wandb")
         project = os.environ.get("WANDB_PROJECT", PROJECT)
         self._run = wandb.init(project=project, name=name, config=dict(settings), dir=str(folder))
 
     def log(self, numbers: Numbers, step: int) -> None:
         self._run.log(dict(numbers), step=step)
+
+    def log_texts(self, texts: Texts, step: int) -> None:
+        rows = [[step, name, text] for name, text in texts.items()]
+        self._run.log({"samples": self._wandb.Table(columns=["step", "sample", "text"], data=rows)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -92,6 +105,10 @@ class _Mlflow:
 
     def log(self, numbers: Numbers, step: int) -> None:
         self._mlflow.log_metrics(dict(numbers), step=step)
+
+    def log_texts(self, texts: Texts, step: int) -> None:
+        for name, text in texts.items():
+            self._mlflow.log_text(text, f"{name}/step-{step}.md")
 
     def close(self) -> None:
         self._mlflow.end_run()
@@ -134,8 +151,15 @@ class Trackers:
         """Queue the numbers that there are. Never blocks and never raises."""
         step = int(metrics["global_step"] or 0)
         numbers = {k: float(v) for k, v in metrics.items() if v is not None and k != "global_step"}
+        self._put(lambda tracker: tracker.log(numbers, step))
+
+    def log_texts(self, texts: Texts, step: int) -> None:
+        """Queue texts (markdown), each under its name. Never blocks and never raises."""
+        self._put(lambda tracker: tracker.log_texts(texts, step))
+
+    def _put(self, told: Callable[[Tracker], None]) -> None:
         for worker in self._workers:
-            worker.put(numbers, step)
+            worker.put(told)
         self._tell()
 
     def _tell(self) -> None:
@@ -160,14 +184,14 @@ class _Worker:
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self.name, self.told, self._make = name, False, make
         self.failure: str | None = None
-        self._queue: Queue[tuple[Numbers, int] | None] = Queue(QUEUE_LINES)
+        self._queue: Queue[Callable[[Tracker], None] | None] = Queue(QUEUE_LINES)
         self._thread = threading.Thread(target=self._work, name=f"slideformer-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, numbers: Numbers, step: int) -> None:
+    def put(self, told: Callable[[Tracker], None]) -> None:
         if self.failure is None:
             try:
-                self._queue.put_nowait((numbers, step))
+                self._queue.put_nowait(told)
             except Full:
                 self.failure = f"it has not taken the last {QUEUE_LINES} lines"
 
@@ -186,8 +210,8 @@ class _Worker:
     def _work(self) -> None:
         try:
             tracker = self._make()
-            while (line := self._queue.get()) is not None and self.failure is None:
-                tracker.log(*line)
+            while (told := self._queue.get()) is not None and self.failure is None:
+                told(tracker)
             tracker.close()
         except BaseException as error:  # SystemExit too: some packages leave so when a login fails
             lines = str(error).strip().splitlines()

@@ -16,6 +16,7 @@ from typing import Self
 
 from slideformer.config import TrainConfig
 from slideformer.data import Batches, Codec, Dataset, evaluation_sets, require_vocabulary, training_batches
+from slideformer.data.prompts import Prompt
 from slideformer.device import Device, open_device, require_device
 from slideformer.engine import Engine
 from slideformer.engine.placement import placed
@@ -37,9 +38,12 @@ from slideformer.train.journal import Journal
 from slideformer.train.loop import Loop, Work
 from slideformer.train.metrics import METRICS, MetricsFile, lines_until
 from slideformer.train.output import claimed
+from slideformer.train.peak import peak_tflops
 from slideformer.train.plot import plot_loss
 from slideformer.train.record import RunRecord, versions
 from slideformer.train.resume import Origin, earlier, find_origin
+from slideformer.train.samples import FILE as GENERATIONS
+from slideformer.train.samples import Samples, lines_of_steps, sample_prompts
 from slideformer.train.save import CHAT_TEMPLATE, companions, save
 from slideformer.train.schedule import Schedule, num_steps
 from slideformer.train.setup import build_decoder, engine_options, save_dtype
@@ -67,6 +71,7 @@ class Prepared:
     schedule: Schedule
     rule: Rule
     num_steps: int
+    samples: list[Prompt]
 
 
 def train(config: TrainConfig, console: Console) -> Path:
@@ -107,6 +112,7 @@ class Trainer:
         self._prepared: Prepared | None = None
         self._built: tuple[Device, Decoder] | None = None
         self._engine: Engine | None = None
+        self._peak: tuple[float, str] | None = None
         self._has_weights = self._trained = self._closed = False
         self._callbacks.fire("on_init_end")
 
@@ -144,10 +150,12 @@ class Trainer:
                 engine = self._open(loads=not origin.found)
                 start = self._start(origin, engine, console)
                 kept = lines_until(target / METRICS, start.step, evaluated=start.evaluated) if start.step else ""
+                told = lines_of_steps(target / GENERATIONS, start.step) if start.step else ""
                 with (
                     MetricsFile(target / METRICS, kept=kept) as file,
                     Trackers(config, console.warn, first_step=start.step + 1) as trackers,
                     origin.saver(config, engine, console) as saver,
+                    Samples(config, engine, prepared.codec, prepared.samples, kept=told) as samples,
                 ):
                     journal = Journal(file, trackers, self._callbacks, console)
                     judge = Judge(prepared.rule, start.judged, start.best_saved)
@@ -159,6 +167,8 @@ class Trainer:
                         prepared.evaluation,
                         prepared.schedule,
                         prepared.num_steps,
+                        samples,
+                        self._peak and self._peak[0],
                     )
                     loop = Loop(work, journal, judge, saver, stop, start)
                     loop.stop_if_asked("before the first step", start.step)
@@ -253,7 +263,8 @@ class Trainer:
         check_parity(
             model_config, attn_implementation=config.attn_implementation, disable_dropout=config.disable_dropout
         )
-        self._prepared = Prepared(codec, dataset, batches, evaluation, schedule, rule, steps)
+        samples = sample_prompts(config, codec) if config.generate_steps else []
+        self._prepared = Prepared(codec, dataset, batches, evaluation, schedule, rule, steps, samples)
         return self._prepared
 
     def build(self) -> tuple[Device, Decoder]:
@@ -269,6 +280,7 @@ class Trainer:
         """The engine. loads: with the model's weights, unless it has some."""
         device, decoder = self.build()
         if self._engine is None:
+            self._peak = peak_tflops(device, decoder.dtype)
             self._engine = self._held.enter_context(Engine(decoder, device, engine_options(self.args)))
         if loads and not self._has_weights:
             self._inputs.load(self._engine)
@@ -325,6 +337,8 @@ class Trainer:
         """run.json at the start, and again with how it ended."""
         facts = {"device": device.kind, "num_steps": work.num_steps, "memory": work.engine.memory()}
         where = {"hardware": hardware(), "git": git_commit(Path.cwd())}
+        if self._peak is not None:
+            facts["peak_tflops"] = {"value": self._peak[0], "source": self._peak[1]}
         record.write("running", **facts, **where, first_step=start.step + 1)
         try:
             yield

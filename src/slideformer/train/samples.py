@@ -1,0 +1,119 @@
+"""Samples of what a model writes while it is trained: greedy, at chosen steps, on prompts that stay the same.
+
+Told on the console, kept in generations.jsonl beside metrics.jsonl, and handed to trackers as text. Training goes on
+as it would without them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TextIO
+
+from slideformer.config import TrainConfig
+from slideformer.data import Codec
+from slideformer.data.prompts import Prompt, Words, encode_prompts, read_prompts
+from slideformer.engine import Engine
+from slideformer.engine.generation import Generation, shape_of
+from slideformer.errors import BadInput
+from slideformer.model.sampling import Sampling
+from slideformer.train.generate import Completion, completion
+
+FILE = "generations.jsonl"
+SHOWN = 300  # characters of a sample on the console; all of it is in the file
+
+
+def sample_prompts(config: TrainConfig, codec: Codec) -> list[Prompt]:
+    """The prompts of generate_prompts. Raises BadInput: a file that cannot be read, or one too long for training."""
+    given = config.generate_prompts
+    words: list[Words] = list(read_prompts(Path(given)) if isinstance(given, str) else given)
+    prompts = encode_prompts(words, codec)
+    for number, prompt in enumerate(prompts, 1):
+        if len(prompt.ids) > config.max_length:
+            raise BadInput(
+                f"prompt {number} of generate_prompts has {len(prompt.ids)} tokens, and max_length is "
+                f"{config.max_length}: shorten it"
+            )
+    return prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one prompt came to after a step."""
+
+    step: int
+    number: int
+    completion: Completion
+
+    def lines(self) -> list[str]:
+        """For people."""
+        text = " ".join(self.completion.text.split())
+        shown = text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+        asked = " ".join(self.completion.prompt.text.split())
+        return [f"sample {self.number} after step {self.step}: {asked[:76]}", f"  {shown}"]
+
+
+class Samples:
+    """Generates and keeps. Context manager; a line is in the file when `take` returns."""
+
+    def __init__(self, config: TrainConfig, engine: Engine, codec: Codec, prompts: Sequence[Prompt], *, kept: str):
+        """kept: lines of an earlier part of the run. Nothing is done for a config without generate_steps."""
+        self._every, self._path = config.generate_steps, Path(config.output_dir) / FILE
+        self._engine, self._codec, self._prompts, self._kept = engine, codec, prompts, kept
+        self._sampling = Sampling(max_new_tokens=config.generate_max_new_tokens, end_ids=codec.end_ids)
+        self._file: TextIO | None = None
+        self._generation: Generation | None = None
+
+    def __enter__(self) -> Self:
+        """Raises DoesNotFit: what samples need is taken now, before the first step."""
+        if self._every:
+            options, lengths = self._engine.options, [len(prompt.ids) for prompt in self._prompts]
+            micro_tokens = options.micro_batch_size * options.max_length
+            shape = shape_of(self._engine.decoder, lengths, self._sampling.max_new_tokens, micro_tokens)
+            self._generation = Generation.beside(self._engine, shape)
+            self._path.write_text(self._kept, encoding="utf-8")
+            self._file = self._path.open("a", encoding="utf-8")
+        else:
+            self._path.unlink(missing_ok=True)  # of another run
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def due(self, step: int, *, last: bool) -> bool:
+        return self._every > 0 and (last or step % self._every == 0)
+
+    def take(self, step: int, epoch: float) -> list[Sample]:
+        """Of every prompt, with the weights as they are; the engine is idle."""
+        assert self._generation is not None and self._file is not None
+        self._engine.synchronize()
+        found = self._generation.run([prompt.ids for prompt in self._prompts], self._sampling)
+        pairs = zip(self._prompts, found.tokens, strict=True)
+        made = [completion(prompt, tokens, self._codec, self._sampling.end_ids) for prompt, tokens in pairs]
+        for one in made:
+            line = {
+                "global_step": step,
+                "epoch": round(epoch, 4),
+                "prompt": one.prompt.words if isinstance(one.prompt.words, str) else list(one.prompt.words),
+                "text": one.text,
+                "num_tokens": len(one.tokens),
+                "finish_reason": "stop" if one.stopped else "length",
+            }
+            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._file.flush()
+        return [Sample(step, number, one) for number, one in enumerate(made, 1)]
+
+
+def lines_of_steps(path: Path, step: int) -> str:
+    """The lines of a run's generations up to a step, torn ones left out."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            if int(json.loads(line)["global_step"]) <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    return "".join(kept)
