@@ -1,10 +1,16 @@
-"""How fast is a disk, past the system's cache: reading, writing, and both at once?
+"""How fast is a disk past the system's cache, and how much of that does the store on files reach?
 
-    python benchmarks/disk.py [--dir FOLDER] [--blocks 1,4,16] [--gib 4] [--threads 2] --out disk.jsonl
+    python benchmarks/disk.py --folder FOLDER [--gib 2] [--block-mib 1] [--seconds 30] --out disk.jsonl
 
-One JSON line for each block size and for `read`, `write`, `mixed-read` and `mixed-write`. The file is opened with
-O_DIRECT and each thread works on a share of it, block after block; it is removed at the end. Where a file system has no
-O_DIRECT the line says `direct: false`, and its rate is that of the cache.
+Each of `read`, `write` and `mix` (half read while the other half is written) is measured in rounds, everything once a
+round, for about so many seconds:
+
+- `loop-*`: threads that each move blocks of their own, with O_DIRECT and nothing else: what the disk gives.
+- `store-*`: slideformer's files, a lane that reads and a lane that writes, extents of --extent-mib, headers and sums.
+- `threads-*`, `io_uring-*`: the same blocks from C++ (disk_engines.cpp), where there is a compiler.
+
+One JSON line each. `ratio` is the loop's time over this one's, `page_cache_mib` what the system's cache grew by in the
+first round. Cases that end in `-busy` run beside a thread that keeps Python's interpreter to itself. Files are removed.
 """
 
 from __future__ import annotations
@@ -12,127 +18,246 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
+import shutil
+import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from lines import GIB, host_peak_gib, new_run, shared, spread, write
+from slideformer.memory import DiskFile, DiskFolder
+from slideformer.memory.disk_direct import open_file
 
 MIB = 2**20
 ALIGNED = 4096
-
-
-def open_direct(path: Path) -> tuple[int, bool]:
-    """(file, whether its reads and writes pass the cache)."""
-    flags = os.O_RDWR | os.O_CREAT
-    try:
-        return os.open(path, flags | os.O_DIRECT, 0o600), True
-    except OSError:  # tmpfs and some network file systems
-        return os.open(path, flags, 0o600), False
+KINDS = ("write", "read", "mix")
+ENGINES = Path(__file__).with_name("disk_engines.cpp")
 
 
 class Share:
-    """A thread's part of the file, [start, stop), and its own block of memory, aligned to a page."""
+    """A thread's part of a file, [start, stop), and its own memory: whole blocks, used in turn, starting on a page."""
 
-    def __init__(self, file: int, start: int, stop: int, block: int) -> None:
+    def __init__(self, file: int, start: int, stop: int, block: int, memory_nbytes: int) -> None:
         self.file, self.start, self.stop, self.block = file, start, stop, block
-        self.memory = mmap.mmap(-1, block)
-        self.memory[:] = os.urandom(ALIGNED) * (block // ALIGNED)  # some disks compress what repeats within a block
+        self.memory = memoryview(mmap.mmap(-1, max(memory_nbytes // block, 1) * block))
+        for at in range(0, len(self.memory), ALIGNED):  # some disks compress what repeats
+            self.memory[at : at + ALIGNED] = os.urandom(ALIGNED)
 
     def read(self) -> None:
-        for offset in range(self.start, self.stop, self.block):
-            if os.preadv(self.file, [self.memory], offset) != self.block:
+        for offset, memory in self._blocks():
+            if os.preadv(self.file, [memory], offset) != self.block:
                 raise OSError(f"a read at {offset} came back short")
 
     def write(self) -> None:
-        for offset in range(self.start, self.stop, self.block):
-            self.memory[:8] = offset.to_bytes(8, "little")
-            if os.pwritev(self.file, [self.memory], offset) != self.block:
+        for offset, memory in self._blocks():
+            memory[:8] = offset.to_bytes(8, "little")
+            if os.pwritev(self.file, [memory], offset) != self.block:
                 raise OSError(f"a write at {offset} came back short")
 
-    def close(self) -> None:
-        self.memory.close()
+    def _blocks(self) -> Iterator[tuple[int, memoryview]]:
+        for offset in range(self.start, self.stop, self.block):
+            at = (offset - self.start) % len(self.memory)
+            yield offset, self.memory[at : at + self.block]
 
 
-def timed(works: list[Callable[[], None]]) -> list[float]:
-    """Run all at once; seconds of each. Raises what the first of them raised."""
-    took, failures = [0.0] * len(works), []
+def timed(works: list[Callable[[], None]]) -> float:
+    """Run all at once; seconds until the last is done. Raises what the first of them raised."""
+    failures: list[Exception] = []
 
-    def one(index: int) -> None:
-        began = time.perf_counter()
+    def one(work: Callable[[], None]) -> None:
         try:
-            works[index]()
-        except OSError as error:
+            work()
+        except Exception as error:
             failures.append(error)
-        took[index] = time.perf_counter() - began
 
-    threads = [threading.Thread(target=one, args=(i,), name=f"disk-{i}") for i in range(len(works))]
+    threads = [threading.Thread(target=one, args=(work,), name=f"disk-{i}") for i, work in enumerate(works)]
+    began = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if failures:
         raise failures[0]
-    return took
+    return time.perf_counter() - began
 
 
-def measure(file: int, nbytes: int, block: int, threads: int, repeats: int) -> dict[str, tuple[int, list[float]]]:
-    """Case: (bytes moved a repeat, seconds). In the mixed cases one half is read while the other is written."""
-    each = nbytes // (2 * threads) // block * block
-    if each == 0:
-        raise SystemExit(f"{nbytes} bytes are not {2 * threads} blocks of {block}: raise --gib or lower --blocks")
-    shares = [Share(file, i * each, (i + 1) * each, block) for i in range(2 * threads)]
-    writers, readers = shares[:threads], shares[threads:]
-    cases: dict[str, tuple[int, list[float]]] = {
-        name: (threads * each, []) for name in ("write", "read", "mixed-read", "mixed-write")
-    }
-    timed([share.write for share in readers])  # what is read must have been written
-    for _ in range(repeats):
-        cases["write"][1].append(max(timed([share.write for share in writers])))
-        cases["read"][1].append(max(timed([share.read for share in readers])))
-        mixed = timed([*(share.read for share in readers), *(share.write for share in writers)])
-        cases["mixed-read"][1].append(max(mixed[:threads]))
-        cases["mixed-write"][1].append(max(mixed[threads:]))
-    for share in shares:
-        share.close()
-    return cases
+class Loop:
+    """An O_DIRECT file, and threads that do nothing but move blocks of it."""
+
+    def __init__(self, path: Path, nbytes: int, block: int, threads: int, memory_nbytes: int) -> None:
+        """memory_nbytes: of all threads, as much as the store's lanes have: what stays in a cache moves faster."""
+        try:
+            self.file, self.direct = open_file(path, direct=True), True
+        except OSError:  # some network file systems
+            path.unlink(missing_ok=True)
+            self.file, self.direct = open_file(path, direct=False), False
+        each = memory_nbytes // threads
+        self.shares = [Share(self.file, a, b, block, each) for a, b in cuts(nbytes // block, threads, block)]
+        timed([share.write for share in self.shares])  # what is read must have been written
+
+    def run(self, kind: str) -> float:
+        half = len(self.shares) // 2
+        works = {
+            "read": [share.read for share in self.shares],
+            "write": [share.write for share in self.shares],
+            "mix": [*(s.read for s in self.shares[:half]), *(s.write for s in self.shares[half:])],
+        }
+        return timed(works[kind])
+
+
+def cuts(blocks: int, threads: int, block: int) -> list[tuple[int, int]]:
+    """Even shares of the file, as far as blocks can be."""
+    ends = [blocks * i // threads * block for i in range(threads + 1)]
+    return list(zip(ends[:-1], ends[1:], strict=True))
+
+
+class Store:
+    """A file of the store, and a lane each that reads and writes it, from and to two buffers in turn."""
+
+    def __init__(self, folder: DiskFolder, nbytes: int, extent: int) -> None:
+        self.num = nbytes // extent
+        self.file: DiskFile = folder.file("blocks", [extent] * self.num)
+        self._to, self._from = ([_buffer(extent) for _ in range(2)] for _ in range(2))
+        self._lane(self.file.write, range(self.num), self._from)()
+
+    def run(self, kind: str) -> float:
+        half = self.num // 2
+        reads = {"read": range(self.num), "write": range(0), "mix": range(half)}[kind]
+        writes = {"read": range(0), "write": range(self.num), "mix": range(half, self.num)}[kind]
+        lanes = ((self.file.read, reads, self._to), (self.file.write, writes, self._from))
+        return timed([self._lane(*lane) for lane in lanes if len(lane[1])])
+
+    def _lane(
+        self, call: Callable[[int, torch.Tensor], None], extents: range, buffers: list[torch.Tensor]
+    ) -> Callable[[], None]:
+        def run() -> None:
+            for turn, extent in enumerate(extents):
+                call(extent, buffers[turn % 2])
+
+        return run
+
+
+def _buffer(nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).random_(0, 255)
+
+
+def engines(program: Path, file: Path, nbytes: int, block: int, threads: int) -> dict[str, float]:
+    """Seconds of each case of the C++ program, once."""
+    words = [str(program), str(file), str(nbytes), str(block), str(threads), "1"]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    return {f"{engine}-{kind}": float(took) for engine, kind, took in map(str.split, done.stdout.splitlines())}
+
+
+def compiled(folder: Path) -> Path | None:
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if compiler is None:
+        print("no C++ compiler: nothing is said about threads of C++ and io_uring", file=sys.stderr)
+        return None
+    program = folder / "disk_engines"
+    subprocess.run([compiler, "-O2", "-std=c++17", "-pthread", str(ENGINES), "-o", str(program)], check=True)
+    return program
+
+
+@contextmanager
+def busy() -> Iterator[None]:
+    """A thread that computes in Python all the time, as a program's launches do."""
+    over = threading.Event()
+
+    def spin() -> None:
+        while not over.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=spin, name="busy")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def page_cache_nbytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Cached:"))
+
+
+Sizes = dict[str, int]
+
+
+def measure(args: argparse.Namespace, inside: Path) -> tuple[dict[str, list[float]], dict[str, float], Sizes, bool]:
+    """(seconds by case, growth of the page cache in MiB by case, bytes moved by `store` and by the others, whether the
+    store passes the cache)"""
+    nbytes, extent, block = (int(size) for size in (args.gib * GIB, args.extent_mib * MIB, args.block_mib * MIB))
+    if nbytes < 2 * max(extent, block * args.threads):
+        raise SystemExit(f"{args.gib} GiB are not two extents, or two blocks a thread: raise --gib or lower the others")
+    moved = {"store": nbytes // (2 * extent) * 2 * extent, "loop": nbytes // (2 * block) * 2 * block}
+    program = compiled(inside)
+    took: dict[str, list[float]] = {}
+    grown: dict[str, float] = {}
+    ends = time.perf_counter() + args.seconds
+    loop = Loop(inside / "blocks", moved["loop"], block, args.threads, 4 * extent)
+    with DiskFolder(inside / "store", threads=args.threads, block_nbytes=block) as folder:
+        store = Store(folder, moved["store"], extent)
+        last = 0.0
+        while not took or time.perf_counter() + last < ends:
+            began = time.perf_counter()
+            for kind in KINDS:
+                for name, one in (("loop", loop), ("store", store)):
+                    before = page_cache_nbytes()
+                    took.setdefault(f"{name}-{kind}", []).append(one.run(kind))
+                    grown.setdefault(f"{name}-{kind}", round((page_cache_nbytes() - before) / MIB, 1))
+            with busy():
+                for name, one in (("loop", loop), ("store", store)):
+                    took.setdefault(f"{name}-mix-busy", []).append(one.run("mix"))
+            if program is not None:
+                for case, seconds in engines(program, inside / "blocks", moved["loop"], block, args.threads).items():
+                    took.setdefault(case, []).append(seconds)
+            last = time.perf_counter() - began
+        direct = folder.direct
+    os.close(loop.file)
+    return took, grown, moved, direct
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", default=tempfile.gettempdir())
-    parser.add_argument("--gib", type=float, default=4.0, help="size of the file")
-    parser.add_argument("--blocks", type=lambda text: [float(n) for n in text.split(",")], default=[1, 4, 16])
-    parser.add_argument("--threads", type=int, default=2, help="of each kind")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk")
+    parser.add_argument("--gib", type=float, default=2.0, help="size of each of two files")
+    parser.add_argument("--block-mib", type=float, default=1.0)
+    parser.add_argument("--extent-mib", type=float, default=64.0)
+    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=30.0, help="at least one round is done")
     parser.add_argument("--run", help="id of the call that this belongs to")
     parser.add_argument("--out", help="file that lines are added to")
     args = parser.parse_args()
     common = shared("disk", args.run or new_run(), sys.argv)
-    with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-        file, direct = open_direct(Path(folder) / "blocks")
-        try:
-            for block_mib in args.blocks:
-                cases = measure(file, int(args.gib * GIB), int(block_mib * MIB), args.threads, args.repeats)
-                for case, (nbytes, times) in cases.items():
-                    took = spread(times)
-                    line = {
-                        "case": case,
-                        "cpu_threads": args.threads,
-                        "direct": direct,
-                        "block_mib": block_mib,
-                        "nbytes": nbytes,
-                        "steps": args.repeats,
-                        "step_s": took,
-                        "gbps": round(nbytes / took["median"] / 1e9, 3),
-                        "host_peak_gib": host_peak_gib(),
-                    }
-                    write(common | line, args.out)
-        finally:
-            os.close(file)
+    with tempfile.TemporaryDirectory(dir=args.folder) as inside:
+        took, grown, moved, direct = measure(args, Path(inside))
+    nbytes = {case: moved["store" if case.startswith("store") else "loop"] for case in took}
+    rates = {case: nbytes[case] / statistics.median(times) for case, times in took.items()}
+    for case, times in took.items():
+        name, kind = case.split("-", 1)
+        line = {
+            "case": case,
+            "cpu_threads": args.threads,
+            "direct": direct,
+            "block_mib": args.block_mib,
+            "extent_mib": args.extent_mib if name == "store" else None,
+            "nbytes": nbytes[case],
+            "steps": len(times),
+            "step_s": spread(times),
+            "gbps": round(rates[case] / 1e9, 3),
+            "ratio": round(rates[case] / rates[f"loop-{kind}"], 3),
+            "page_cache_mib": grown.get(case),
+            "host_peak_gib": host_peak_gib(),
+        }
+        write(common | line, args.out)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,25 +46,37 @@ def test_link_copies_every_byte():
     assert torch.equal(ways.device_up, ways.host_up) and torch.equal(ways.host_down, ways.device_down)
 
 
-def test_disk_reads_back_what_it_wrote_and_leaves_nothing(monkeypatch, tmp_path):
-    words = ("--dir", str(tmp_path / "d"), "--gib", "0.0039", "--blocks", "0.0625", "--repeats", "1", "--threads", "1")
+def test_disk_measures_the_store_beside_a_loop_and_leaves_nothing(monkeypatch, tmp_path):
     (tmp_path / "d").mkdir()
-    lines = called(monkeypatch, disk, tmp_path / "d.jsonl", *words)
-    assert [line["case"] for line in lines] == ["write", "read", "mixed-read", "mixed-write"]
+    sizes = ("--gib", "0.002", "--block-mib", "0.0625", "--extent-mib", "0.25", "--threads", "2", "--seconds", "0")
+    lines = called(monkeypatch, disk, tmp_path / "d.jsonl", "--folder", str(tmp_path / "d"), *sizes)
+    beside = [f"{name}-{kind}" for kind in ("write", "read", "mix") for name in ("loop", "store")]
+    engines = [f"{name}-{kind}" for kind in ("write", "read", "mix") for name in ("threads", "io_uring")]
+    assert [line["case"] for line in lines] == [*beside, "loop-mix-busy", "store-mix-busy", *engines]
+    rates = {line["case"]: line["nbytes"] / line["step_s"]["median"] for line in lines}
+    for line in lines:
+        assert line["gbps"] == pytest.approx(rates[line["case"]] / 1e9, rel=0.01, abs=0.01)
+        loop = f"loop-{line['case'].split('-', 1)[1]}"
+        assert line["ratio"] == pytest.approx(rates[line["case"]] / rates[loop], rel=0.01, abs=0.01)
     assert list((tmp_path / "d").iterdir()) == []
-    file, _ = disk.open_direct(tmp_path / "blocks")
-    share = disk.Share(file, 0, 4 * disk.ALIGNED, disk.ALIGNED)
-    written = bytes(share.memory)
-    share.write()
-    share.memory[:] = bytes(disk.ALIGNED)
-    share.read()
-    assert bytes(share.memory)[8:] == written[8:] and share.memory[:8] == (3 * disk.ALIGNED).to_bytes(8, "little")
-    share.close()
+
+
+def test_the_loop_of_disk_reads_back_what_it_wrote(tmp_path):
+    loop = disk.Loop(tmp_path / "blocks", 8 * disk.ALIGNED, disk.ALIGNED, 2, 4 * disk.ALIGNED)
+    first, second = loop.shares
+    assert [(share.start, share.stop) for share in loop.shares] == [(0, 16384), (16384, 32768)]
+    written = bytes(second.memory)
+    for share in loop.shares:
+        share.memory[:] = bytes(len(share.memory))
+        share.read()
+    assert bytes(second.memory) == written and first.memory[:8] == (2 * disk.ALIGNED).to_bytes(8, "little")
+    os.close(loop.file)
 
 
 def test_a_file_too_small_for_its_blocks_is_refused(monkeypatch, tmp_path):
-    with pytest.raises(SystemExit, match="are not 4 blocks of 16777216: raise --gib or lower --blocks"):
-        called(monkeypatch, disk, tmp_path / "d.jsonl", "--dir", str(tmp_path), "--gib", "0.03", "--blocks", "16")
+    words = ("--folder", str(tmp_path), "--gib", "0.03", "--block-mib", "16", "--extent-mib", "1", "--threads", "4")
+    with pytest.raises(SystemExit, match="0.03 GiB are not two extents, or two blocks a thread: raise --gib or lower"):
+        called(monkeypatch, disk, tmp_path / "d.jsonl", *words)
 
 
 def test_the_optimizer_is_measured_beside_the_stream_loop(monkeypatch, tmp_path):
