@@ -90,7 +90,12 @@ def test_a_run_whose_numbers_run_away_ends_with_1(slideformer, yaml_for) -> None
 
 
 @pytest.mark.parametrize(
-    ("signum", "code", "saves"), [(signal.SIGINT, 130, {}), (signal.SIGTERM, 143, {"save_steps": 1_000_000})]
+    ("signum", "code", "saves"),
+    [
+        (signal.SIGINT, 130, {}),
+        (signal.SIGTERM, 143, {"save_steps": 1_000_000}),
+        (signal.SIGHUP, 129, {"save_steps": 1_000_000}),
+    ],
 )
 def test_a_signal_ends_training_cleanly(yaml_for, tmp_path, signum, code, saves) -> None:
     command = [sys.executable, "-m", "slideformer", "train", str(yaml_for(max_steps=1_000_000, **saves))]
@@ -104,7 +109,8 @@ def test_a_signal_ends_training_cleanly(yaml_for, tmp_path, signum, code, saves)
         process.send_signal(signum)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == code
-    last = errors.strip().splitlines()[-1]
+    first, last = errors.strip().splitlines()[-2:]
+    assert first == f"{signum.name}: the run ends after this step; once more, and it ends at once"
     assert last.startswith(f"stopped by {signum.name} after step ")
     assert "Traceback" not in errors
     found = [path.name for path in (tmp_path / "out").glob("*checkpoint*")]

@@ -20,7 +20,7 @@ import yaml
 from train.toy import make_model, write_sums
 
 SERVER = """
-import ctypes, json, os, resource, shutil, signal, sys, traceback
+import contextlib, ctypes, json, os, resource, shutil, signal, sys, traceback
 from slideformer.cli import main
 from slideformer.train import trainer
 trainer.check_parity = lambda *args, **settings: None  # half the time of a run this short

@@ -1,7 +1,7 @@
 // Preloaded into a process that is to meet a bad day: a disk that hangs, and a clock that somebody sets.
 //
 // FAULT_HANG=TEXT: a write to a file whose path has TEXT in it does not return, except, as a real one on a network
-// file system, when a signal comes. FAULT_HANG_ONLY=KIND makes it one of write, fsync.
+// file system, when a signal comes; it says so on standard error. FAULT_HANG_ONLY=KIND makes it one of write, fsync.
 // FAULT_CLOCK=1: every look at the wall clock finds it years before or after the last one.
 #include <cerrno>
 #include <cstdio>
@@ -33,6 +33,8 @@ bool hangs(int fd, const char* kind) {
 }
 
 int hang() {
+    const char said[] = "the disk hangs\n";
+    next<ssize_t (*)(int, const void*, size_t)>("write")(STDERR_FILENO, said, sizeof said - 1);
     pause();
     errno = EINTR;
     return -1;

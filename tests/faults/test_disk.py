@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import signal
 import time
 from pathlib import Path
@@ -94,3 +96,64 @@ def test_a_disk_that_hangs_in_a_save_is_left_by_a_second_ctrl_c(server: Server, 
     child.send(signal.SIGINT)
     assert child.wait(timeout_s=10) == 130
     assert complete(folder / "out") == ["checkpoint-2"]
+
+
+WHOLE_DISK = """
+from slideformer.train.saver import Saver
+save = Saver.save
+def hanging(self, progress):
+    save(self, progress)
+    if progress.step == 4:
+        os.environ['FAULT_HANG'] = '/out/'
+Saver.save = hanging
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "before"),
+    [("metrics.jsonl", ""), ("run.json", ""), ("timeline.json", ""), ("out/.saving", ""), ("", WHOLE_DISK)],
+    ids=["line", "record", "picture", "result", "all"],  # not their names: they would be in the path of everything
+)
+def test_a_disk_that_hangs_anywhere_leaves_nothing_hanging_after_a_second_ctrl_c(
+    server: Server, config, what, before
+) -> None:
+    folder = config(max_steps=10, save_steps=2, report_to="tensorboard")
+    environment = {"FAULT_HANG": what} if what else {}
+    child = server.start(folder, "train", "train.yaml", before=before, **environment)
+    child.until("the disk hangs")
+    child.send(signal.SIGINT)
+    child.until("SIGINT: the run ends after this step; once more, and it ends at once")
+    assert child.alive()
+    start = time.monotonic()
+    child.send(signal.SIGINT)
+    assert child.wait(timeout_s=15) == 130
+    assert time.monotonic() - start < 10
+    assert "Traceback" not in child.told()
+
+
+def test_a_disk_that_fills_up_under_the_metrics_costs_lines_and_not_the_run(server: Server, config) -> None:
+    folder = config(max_steps=9)
+    (folder / "out").mkdir()
+    full = """
+mount('out', 'size=2m')
+from slideformer.train.metrics import MetricsFile
+write = MetricsFile.write
+def filling(self, metrics):
+    if metrics['global_step'] == 3:
+        with open('out/somebody_elses', 'wb', buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+    if metrics['global_step'] == 7:
+        os.remove('out/somebody_elses')
+    write(self, {**metrics, **{f'padding_{i}': 1.0 for i in range(500)}})  # more than a page, so that none has room
+MetricsFile.write = filling
+"""
+    child = server.start(folder, "train", "train.yaml", before=full, keep="kept")
+    assert ended(child) == 0
+    told = child.told()
+    assert told.count("warning: out/metrics.jsonl cannot be written (No space left on device): its lines are mis") == 1
+    steps = []
+    for line in (folder / "kept/metrics.jsonl").read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            steps.append(json.loads(line)["global_step"])
+    assert steps[:2] == [1, 2] and steps[-3:] == [7, 8, 9] and len(steps) < 9

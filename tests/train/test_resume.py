@@ -19,7 +19,7 @@ from slideformer.train import trainer
 from slideformer.train.console import PlainConsole
 from slideformer.train.saver import Saver
 from slideformer.train.schedule import learning_rate
-from slideformer.train.stop import Stopped
+from slideformer.train.stop import Stopped, StopRequests
 from slideformer.train.trainer import train
 from train.toy import make_config, make_model, write_sums
 
@@ -306,6 +306,17 @@ def test_a_second_signal_waits_for_no_queued_work(config_for, kill_after, monkey
     with pytest.raises(Stopped, match="at once, because it was the second signal"):
         run(config_for(max_steps=9, save_steps=2))
     assert time.monotonic() - after[0] < 1
+
+
+@pytest.mark.parametrize("ignored", [True, False], ids=["nohup", "terminal"])
+def test_a_terminal_that_goes_away_asks_for_the_end_unless_nohup_said_no(ignored) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with StopRequests() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.asked is not ignored
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_sigusr1_saves_and_goes_on(config_for, tmp_path, kill_after) -> None:

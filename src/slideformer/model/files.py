@@ -69,6 +69,13 @@ def write_text(path: Path, text: str) -> Sum:
     return write_file(path, lambda out: out.write(text.encode()))
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a file anew in one go: nobody ever sees a half. Raises OSError."""
+    partial = path.with_name(f".{path.name}")
+    write_unflushed(partial, lambda out: out.write(text.encode()))
+    partial.replace(path)
+
+
 def sum_of(path: Path) -> Sum:
     """Of a file as the disk has it: what the page cache still holds of it is dropped first. Raises OSError."""
     nbytes = crc32 = 0

@@ -6,6 +6,7 @@ No secrets: what looks like a token, or is the value of a variable that holds on
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 from collections.abc import Mapping
@@ -16,8 +17,11 @@ from pathlib import Path
 
 from slideformer import __version__
 from slideformer.config import TrainConfig
+from slideformer.errors import RunFailed
+from slideformer.model import files
 from slideformer.train.redact import redacted
 
+log = logging.getLogger(__name__)
 FILE = "run.json"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -32,7 +36,7 @@ class RunRecord:
     started: str = field(default_factory=lambda: _now())
 
     def write(self, status: str, **facts: object) -> None:
-        """Write the whole file anew, with these facts added to the earlier ones."""
+        """Write the whole file anew, with these facts added to the earlier ones. Raises RunFailed."""
         self.facts |= facts
         content = {
             "status": status,
@@ -43,9 +47,19 @@ class RunRecord:
             **self.facts,
             "config": self.config.model_dump(mode="json"),
         }
-        partial = self.folder / f".{FILE}"
-        partial.write_text(json.dumps(redacted(content), indent=2) + "\n", encoding="utf-8")
-        partial.replace(self.folder / FILE)
+        try:
+            files.replace_text(self.folder / FILE, json.dumps(redacted(content), indent=2) + "\n")
+        except OSError as error:
+            raise RunFailed(
+                f"{self.folder / FILE} could not be written: {error.strerror}: make room, or choose another output_dir"
+            ) from error
+
+    def end(self, status: str, **facts: object) -> None:
+        """The same for a run that has ended: how it did comes first, so a disk that refuses is told of in the log."""
+        try:
+            self.write(status, **facts)
+        except RunFailed as failure:
+            log.warning("%s", failure)
 
 
 def versions() -> Mapping[str, str]:

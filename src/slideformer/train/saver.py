@@ -25,12 +25,10 @@ from slideformer.train.checkpoint import Draft, Progress, Record, folder_name
 from slideformer.train.console import Console
 from slideformer.train.record import versions
 from slideformer.train.retention import rotate
-from slideformer.train.stop import Stopped
+from slideformer.train.stop import AT_ONCE_S, Stopped, within
 
 MOST_LANES = 4
 """Files that are written and summed at once: a sum takes one core for about as long as a fast disk takes to write."""
-DISCARD_S = 2.0
-"""How long a run that ends at once waits for the piece that is being written, so as to leave no half."""
 
 
 class _Writing:
@@ -161,7 +159,9 @@ class Saver:
         self._fault.abandon(stopped)
         if self._writing is None:
             return
-        until = time.monotonic() + DISCARD_S
-        while self._at_work and time.monotonic() < until:
+        within(AT_ONCE_S, partial(self._discard, self._writing))
+
+    def _discard(self, writing: _Writing) -> None:
+        while self._at_work:
             time.sleep(0.01)
-        self._writing.draft.discard()
+        writing.draft.discard()

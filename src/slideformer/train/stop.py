@@ -1,13 +1,24 @@
-"""Ctrl-C and SIGTERM: the first asks the run to end after the step it is in, the second ends it at once.
+"""Ctrl-C, SIGTERM, and SIGHUP of a terminal that goes away: the first asks the run to end after the step it is in, the
+second ends it at once.
 
 SIGUSR1 asks for a checkpoint after that step, and the run goes on.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Self
+
+from slideformer.device.lanes import Fault, ThreadLane
+
+AT_ONCE_S = 2.0
+"""How long a run that ends at once waits for a disk, so as to leave no half of anything where it does answer."""
+STDERR = 2
 
 
 class Stopped(Exception):  # noqa: N818 nothing went wrong
@@ -20,8 +31,8 @@ class Stopped(Exception):  # noqa: N818 nothing went wrong
 
 
 class StopRequests:
-    """Catches SIGINT, SIGTERM and SIGUSR1 while it is entered, in the main thread. Python gives signals to no other: a
-    run in one is stopped by whoever started it, through a callback."""
+    """Catches these signals while it is entered, in the main thread. Python gives signals to no other: a run in one is
+    stopped by whoever started it, through a callback. Under nohup SIGHUP stays ignored."""
 
     def __init__(self) -> None:
         self._signum: int | None = None
@@ -29,7 +40,9 @@ class StopRequests:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
+                continue
             handler = self._caught_save if signum == signal.SIGUSR1 else self._caught
             try:
                 self._previous[signum] = signal.signal(signum, handler)
@@ -45,6 +58,9 @@ class StopRequests:
         if self._signum is not None:
             raise Stopped(signum, "at once, because it was the second signal", at_once=True)
         self._signum = signum
+        said = f"\n{signal.Signals(signum).name}: the run ends after this step; once more, and it ends at once\n"
+        with suppress(OSError):  # past Python's own streams, which may be in the middle of a line
+            os.write(STDERR, said.encode())
 
     def _caught_save(self, _signum: int, _frame: FrameType | None) -> None:
         self._save_asked = True
@@ -63,3 +79,15 @@ class StopRequests:
         """Raise Stopped if a signal has come. where: what to say about how far the run is."""
         if self._signum is not None:
             raise Stopped(self._signum, where)
+
+
+def within(seconds: float, work: Callable[[], None]) -> None:
+    """Do `work` in a thread of its own, which is left behind if it takes longer: a disk may never answer."""
+    fault = Fault()
+    lane = ThreadLane("last-words", fault)
+    mark = lane.run(work)
+    until = time.monotonic() + seconds
+    while not (done := mark.completed or fault.first is not None) and time.monotonic() < until:
+        time.sleep(0.01)
+    if done:
+        lane.close()

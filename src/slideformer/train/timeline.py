@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from slideformer.model import files
 from slideformer.schedule import Timeline
 from slideformer.schedule.simulate import LEGEND, LETTERS, OTHER, Span
 
+log = logging.getLogger(__name__)
 FILE = "timeline.json"
 AFTER_STEPS = 3  # the first ones of a process warm up allocators and caches
 SLICES = 2000  # work of one kind that follows within such a part of the step is one stretch: no screen shows more
@@ -36,7 +39,7 @@ class StepTimeline(BaseModel):
 
 
 def write_timeline(folder: Path, step: int, timeline: Timeline) -> None:
-    """Write it into a run's folder, in one go."""
+    """Write it into a run's folder, in one go. A disk that refuses is told of in the log."""
     begin = min(span.start_s for span in timeline.spans)
     length = timeline.end_s - begin
     lanes: dict[str, list[Span]] = {}
@@ -48,9 +51,10 @@ def write_timeline(folder: Path, step: int, timeline: Timeline) -> None:
         busy={str(lane): share for lane, share in timeline.busy().items() if share > 0},
         lanes={lane: tuple(_stretches(spans, begin, length / SLICES)) for lane, spans in lanes.items()},
     )
-    partial = folder / f".{FILE}"
-    partial.write_text(found.model_dump_json(), encoding="utf-8")
-    partial.replace(folder / FILE)
+    try:
+        files.replace_text(folder / FILE, found.model_dump_json())
+    except OSError as error:
+        log.warning("%s cannot be written: %s", folder / FILE, error.strerror)
 
 
 def read_timeline(folder: Path) -> StepTimeline | None:

@@ -22,6 +22,7 @@ from slideformer.config import TrackerName, TrainConfig
 from slideformer.errors import BadInput
 from slideformer.train.metrics import Metrics
 from slideformer.train.redact import redacted
+from slideformer.train.stop import AT_ONCE_S, Stopped
 
 QUEUE_LINES = 1000  # some minutes of a tracker that does not answer, at several steps a second
 END_S = 30.0  # how long the end of a run waits for what is still queued
@@ -133,7 +134,7 @@ def require_trackers(config: TrainConfig) -> None:
 
 
 class Trackers:
-    """All of a run's trackers. Context manager: its end waits END_S at most for what is queued."""
+    """All of a run's trackers. Context manager: its end waits END_S at most for what is queued, or AT_ONCE_S."""
 
     def __init__(self, config: TrainConfig, warn: Callable[[str], None], *, first_step: int = 1) -> None:
         """warn: called in the caller's thread, once for each tracker that fails."""
@@ -171,8 +172,9 @@ class Trackers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        deadline = time.monotonic() + END_S
+    def __exit__(self, kind: object, error: BaseException | None, *where: object) -> None:
+        at_once = isinstance(error, Stopped) and error.at_once
+        deadline = time.monotonic() + (AT_ONCE_S if at_once else END_S)
         for worker in self._workers:
             worker.end(deadline)
         self._tell()

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -47,7 +48,7 @@ from slideformer.train.samples import Samples, lines_of_steps, sample_prompts
 from slideformer.train.save import CHAT_TEMPLATE, companions, save
 from slideformer.train.schedule import Schedule, num_steps
 from slideformer.train.setup import build_decoder, engine_options, save_dtype
-from slideformer.train.stop import Stopped, StopRequests
+from slideformer.train.stop import AT_ONCE_S, Stopped, StopRequests, within
 from slideformer.train.trackers import Trackers, require_trackers
 
 
@@ -152,7 +153,7 @@ class Trainer:
                 kept = lines_until(target / METRICS, start.step, evaluated=start.evaluated) if start.step else ""
                 told = lines_of_steps(target / GENERATIONS, start.step) if start.step else ""
                 with (
-                    MetricsFile(target / METRICS, kept=kept) as file,
+                    MetricsFile(target / METRICS, console.warn, kept=kept) as file,
                     Trackers(config, console.warn, first_step=start.step + 1) as trackers,
                     origin.saver(config, engine, console) as saver,
                     Samples(config, engine, prepared.codec, prepared.samples, kept=told) as samples,
@@ -343,14 +344,17 @@ class Trainer:
         try:
             yield
         except Stopped as stopped:
+            write = partial(record.end, "stopped", last_metrics=journal.last)
             if stopped.at_once:
                 device.abandon(stopped)
-            record.write("stopped", last_metrics=journal.last)
+                within(AT_ONCE_S, write)
+            else:
+                write()
             raise
         except BaseException as error:
-            record.write("failed", last_metrics=journal.last, error=str(error))
+            record.end("failed", last_metrics=journal.last, error=str(error))
             raise
-        record.write("finished", last_metrics=journal.last)
+        record.end("finished", last_metrics=journal.last)
 
     @contextmanager
     def _closed_on_failure(self) -> Iterator[None]:
