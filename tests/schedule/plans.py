@@ -29,6 +29,7 @@ from slideformer.schedule import (
     build_pass,
     build_step,
 )
+from slideformer.schedule.ops import STATE
 
 ROWS, WIDTH, TILE = 5, 3, 6
 """Of the vocabulary matrices: 15 elements, three tiles. A block has 15 elements too, of which 12 decay: three tiles."""
@@ -76,6 +77,10 @@ class Case:
         printer.text(repr(self))  # hypothesis would print every op
 
 
+def every_content(layout: Layout) -> tuple[tuple[str, int], ...]:
+    return tuple((str(content), unit) for content in STATE for unit in range(len(layout.units)))
+
+
 @st.composite
 def cases(draw: st.DrawFn, *, max_blocks: int = 5, training: bool | None = None) -> Case:
     """Every kind of layout and every option, small. training: steps only, evaluations only, or both (None)."""
@@ -95,10 +100,16 @@ def cases(draw: st.DrawFn, *, max_blocks: int = 5, training: bool | None = None)
     keep = draw(st.sets(st.sampled_from(sorted(resident)))) if resident else set()
     ahead = draw(st.sets(st.sampled_from(units))) - resident if update is Update.DEFERRED else set()
     late = draw(st.sets(st.sampled_from(layout.blocks))) - resident if update is Update.EAGER else set()
+    contents = [(str(c), u) for c in STATE for u in units if u not in resident | ahead]
+    some = [st.sets(st.sampled_from(contents)), st.just(set(contents))] if contents else []
+    disk = draw(st.one_of(st.just(set()), *some))
     options = StepOptions(
         window=draw(st.integers(1, 4)),
         grad_slots=draw(st.integers(1, 3)),
         ring=draw(st.integers(1, 5)),
+        disk=tuple(sorted(disk)),
+        disk_ring=draw(st.integers(1, 4)),
+        saved_on_host=draw(st.sampled_from([None, 0, 1, 3])),
         micro_batches=draw(st.integers(1, 4)),
         hidden_pool=draw(st.sampled_from([0, 1, 2, 3, 5, 8, 40])),
         hidden_ring=draw(st.integers(2, 6)),
@@ -157,6 +168,9 @@ def examples() -> dict[str, Case]:
     ends = StepOptions(update=Update.DEFERRED, resident=(1, 4, 5), ahead=(0, 2), keep=(4,))
     sliced = StepOptions(window=1, micro_batches=2, hidden_ring=2, ring=2, sliced_head=True)
     sliced_ahead = StepOptions(update=Update.DEFERRED, sliced_head=True, ahead=(0, 4), hidden_pool=4)
+    stored = StepOptions(window=1, micro_batches=2, hidden_ring=2, ring=2, disk=every_content(tied), saved_on_host=1)
+    stored_deferred = replace(spilling32, disk=every_content(untied), disk_ring=1, saved_on_host=0)
+    some_stored = StepOptions(disk=(("exp_avg_sq", 2), ("weight", 0), ("residual", 3)), resident=(1,))
     later = PassOptions(window=1, micro_batches=2, hidden_pool=3, cached_on_device=3, cache_ring=2, first=False)
     first = replace(later, first=True, resident=(0, 3), hidden_pool=0, fp32_compute=True)
     sliced_pass = replace(later, sliced_head=True, cache_ring=1, hidden_pool=0)
@@ -172,6 +186,10 @@ def examples() -> dict[str, Case]:
         "tied, glue, final and one block resident, ahead": Case(tied, ends, build_step(tied, ends)),
         "tied ahead": Case(tied, ahead, build_step(tied, ahead)),
         "untied ahead spilling fp32": Case(untied, ahead_untied, build_step(untied, ahead_untied)),
+        "tied, all on disk": Case(tied, stored, build_step(tied, stored)),
+        "untied, all on disk, deferred fp32": Case(untied, stored_deferred, build_step(untied, stored_deferred)),
+        "some on disk": Case(tied, some_stored, build_step(tied, some_stored)),
+        "evaluation from disk": Case(untied, stored_deferred, build_evaluation(untied, stored_deferred)),
         "tied eager": Case(tied, eager, build_step(tied, eager)),
         "tied deferred": Case(tied, deferred, build_step(tied, deferred)),
         "untied eager spilling": Case(untied, spilling, build_step(untied, spilling)),
@@ -291,7 +309,7 @@ class Interpreter:
         self.order.append((run, index))
 
     def _found(self, buffer: Buffer) -> object:
-        if buffer.place in ("weight", "residual", "moments", "home"):
+        if buffer.place in (*STATE, "home"):
             return self.holds.get(buffer, (str(buffer.place), *buffer.index, 0))
         return self.holds.get(buffer, self._left_by_another_pass(buffer))
 
@@ -315,7 +333,7 @@ class Interpreter:
             return (run, content) if first else (*content[:-1], run + int(content[-1]))
         if buffer.place is Place.DENSE and buffer.place in self.plan.keeps and not self.case.options.first:
             return content
-        if buffer.place not in ("weight", "residual", "moments"):
+        if buffer.place not in STATE:
             return (run, content)
         name, unit, tile, version = content
         trained = self.plan.trains and tile < len(self.case.layout.tiles(unit, trained=True))

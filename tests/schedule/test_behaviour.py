@@ -28,6 +28,7 @@ from slideformer.schedule import (
     prove,
     simulate,
 )
+from slideformer.schedule.ops import STATE_PLACES
 
 RESIDENT_UPDATES = (OpKind.UPDATE_RESIDENT, OpKind.UPDATE_RESIDENT_TABLE)
 UPDATES = (OpKind.UPDATE, OpKind.UPDATE_REST, OpKind.UPDATE_ROWS, OpKind.SETTLE, OpKind.SETTLE_ROWS)
@@ -136,7 +137,7 @@ def test_of_a_resident_unit_only_norms_leave_the_device(case: Case):
         if op.unit in case.options.resident and op.kind is not OpKind.REPORT:
             assert op.lane in (LaneName.COMPUTE, LaneName.SPILL, LaneName.FETCH)
             owned = {a.buffer.place for a in op.accesses if a.buffer.index[:1] == (op.unit,)}
-            assert not owned & {Place.DENSE, Place.WEIGHT, Place.RESIDUAL, Place.MOMENTS}
+            assert not owned & {Place.DENSE, *STATE_PLACES}
 
 
 @given(cases(training=True))
@@ -168,7 +169,7 @@ def test_plans_of_the_most_micro_batches_and_of_one_name_every_buffer_of_those_b
 @settings(max_examples=60, deadline=None)
 def test_an_evaluation_writes_no_state(case: Case):
     touched = [a for op in case.plan.ops for a in op.accesses if a.leaves is not None]
-    assert not {a.buffer.place for a in touched} & {Place.WEIGHT, Place.RESIDUAL, Place.MOMENTS}
+    assert not {a.buffer.place for a in touched} & STATE_PLACES
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -264,7 +265,8 @@ def test_a_value_is_spilled_at_most_once_and_host_positions_are_as_few_as_live_a
             assert value not in spilled
             spilled[value] = index
     most = max((sum(i <= j < last_use[v] for v, i in spilled.items()) for j in spilled.values()), default=0)
-    assert len({b for b in case.plan.buffers() if b.place is Place.SAVED}) == most
+    used = len({b for b in case.plan.buffers() if b.place is Place.SAVED})
+    assert used == most if case.options.saved_on_host is None else used <= most, "some come and go staged"
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 8])

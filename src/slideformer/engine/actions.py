@@ -88,13 +88,14 @@ class DeviceActions:
     def upload(self, reach: Reach, run: Run, op: Op) -> None:
         tile = self.layout.tiles(op.unit)[op.tile]
         target = reach["slice"][: tile.numel] if "slice" in reach else reach["target"][tile.start : tile.stop]
-        weight = reach["weight"]
+        weight = reach["weight"][: tile.numel]  # memory that it is staged in may be longer
         if "residual" not in reach:
             target.copy_(weight, non_blocking=True)
         elif target.is_cpu:
-            self._kernels.join(weight, reach["residual"], target)
+            self._kernels.join(weight, reach["residual"][: tile.numel], target)
         else:
-            planes = (plane.to(target.device, non_blocking=True) for plane in (weight, reach["residual"]))
+            halves = (weight, reach["residual"][: tile.numel])
+            planes = (plane.to(target.device, non_blocking=True) for plane in halves)
             target.copy_(join(*planes))
 
     def download(self, reach: Reach, run: Run, op: Op) -> None:

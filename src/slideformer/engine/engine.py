@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -30,7 +31,7 @@ from slideformer.engine.run import Run, StepResult
 from slideformer.engine.sliced_head import SlicedHeadActions
 from slideformer.errors import BadInput, RunFailed
 from slideformer.layout import UnitKind
-from slideformer.memory import Budget, State, allocate
+from slideformer.memory import Budget, DiskFolder, State, allocate
 from slideformer.memory.state import PlaneName
 from slideformer.model.decoder import Decoder
 from slideformer.native import HostKernels, available_cpus, load
@@ -44,7 +45,7 @@ class Engine:
 
     plan: of a full training step. options: as given, with what was "auto" decided; step_options: what the plans were
     built with. budget: bytes by term and tier, on CUDA with an estimate of working memory. costs, predicted_step_s:
-    what was measured at the start and the step time that it promises; None on the CPU.
+    what was measured at the start and the step time that it promises; None on the CPU. folder: of what is on disk.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Engine:
         self.predicted_step_s: float | None = None
         self._free_nbytes: int | None = None
         self._cost_s: Callable[[Op], float] | None = None
+        self.folder: DiskFolder | None = None
         self._own_kernels = kernels is None
         self.kernels = kernels or load(options.cpu_threads or _update_threads(device))
         try:
@@ -72,6 +74,8 @@ class Engine:
             self.plan = self._plan(trains=True, micro_batches=options.micro_batches)
             if self._cost_s is not None:
                 self.predicted_step_s = simulate(self.plan, self._cost_s, runs=3).step_s()
+            if options.uses_disk:
+                self.folder = DiskFolder(Path(str(options.offload_dir)), keep=options.keep_offload_dir)
             self.state = State(
                 self.layout,
                 device,
@@ -79,13 +83,16 @@ class Engine:
                 keep_residual=decoder.dtype is torch.float32,
                 ahead=self.step_options.ahead,
                 resident=self.step_options.resident,
+                disk=self.step_options.disk,
+                folder=self.folder,
             )
-            buffers = allocate(
-                listed(self.layout, options, decoder.dtype), self.layout, self._shape, self.state, device
-            )
+            plans = listed(self.layout, options, decoder.dtype)
+            buffers = allocate(plans, self.layout, self._shape, self.state, device, self.folder)
         except BaseException:
             if self._own_kernels:
                 self.kernels.close()
+            if self.folder is not None:
+                self.folder.close()
             raise
         self._host = HostActions(self.layout, options, self.kernels)
         device_actions = {**DeviceActions(decoder, self.kernels).table(), **ResidentUpdates(self.layout).table()}
@@ -239,6 +246,7 @@ class Engine:
     def _submit(self, plan: Plan, run: Run) -> StepResult:
         if self._closed:
             raise RunFailed("the engine is closed: build another one")
+        self.state.flush()
         self.executor.submit(plan, run)
         return StepResult(plan, run)
 
@@ -273,6 +281,8 @@ class Engine:
             self.executor.wait_idle()  # what has failed may still be at work in other lanes
             if self._own_kernels:
                 self.kernels.close()
+            if self.folder is not None:
+                self.folder.close()
 
     def __enter__(self) -> Engine:
         return self

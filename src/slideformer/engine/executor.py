@@ -19,7 +19,7 @@ from slideformer.engine.reach import Held, Reach
 from slideformer.engine.run import Run
 from slideformer.errors import RunFailed
 from slideformer.schedule import Buffer, LaneName, Op, OpKind, Place, Plan
-from slideformer.schedule.ops import HOST_LANES, STATE_PLACES
+from slideformer.schedule.ops import DISK_LANES, HOST_LANES, STAGING, STATE_PLACES
 
 Action = Callable[[Reach, Run, Op], None]
 
@@ -99,7 +99,10 @@ class Executor:
     def __init__(self, device: Device, buffers: dict[Buffer, Held], actions: dict[OpKind, Action]) -> None:
         self.device, self.buffers, self._actions = device, buffers, actions
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
-        self._lanes: dict[LaneName, Lane] = {lane: device.lane(str(lane), host=lane in HOST_LANES) for lane in LaneName}
+        self._lanes: dict[LaneName, Lane] = {}
+        for lane in LaneName:
+            if lane not in DISK_LANES or any(b.place in STAGING for b in buffers):
+                self._lanes[lane] = device.lane(str(lane), host=lane in HOST_LANES)
         self._compiled: dict[int, _Compiled] = {}
         self._last: tuple[Plan, Run] | None = None
         self._in_flight: deque[tuple[Plan, Run]] = deque()
@@ -202,7 +205,10 @@ def _updated(plan: Plan, run: Run) -> bool:
 
 def _decides(op: Op) -> bool:
     """Writes state, or has the last word about the run."""
-    return op.lane is LaneName.UPDATE or op.kind in (OpKind.UPDATE_RESIDENT, OpKind.UPDATE_RESIDENT_TABLE)
+    return op.lane in (LaneName.UPDATE, LaneName.DISK_WRITE) or op.kind in (
+        OpKind.UPDATE_RESIDENT,
+        OpKind.UPDATE_RESIDENT_TABLE,
+    )
 
 
 def _nothing() -> None:

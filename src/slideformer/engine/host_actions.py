@@ -1,4 +1,5 @@
-"""What the host lanes do besides updates: gather rows of the table, and decide about a step."""
+"""What the host lanes do besides updates: gather rows of the table, move tiles between disk and host, and decide about
+a step."""
 
 from __future__ import annotations
 
@@ -34,6 +35,8 @@ class HostActions:
             OpKind.DECIDE: self.decide,
             OpKind.TOTAL: self.total,
             OpKind.RESULT: self.result,
+            **dict.fromkeys((OpKind.READ_STATE, OpKind.READ_ROWS, OpKind.READ_WEIGHTS, OpKind.READ_SAVED), self.read),
+            **dict.fromkeys((OpKind.WRITE_STATE, OpKind.WRITE_ROWS, OpKind.WRITE_SAVED), self.write),
             **self.updates.table(),
         }
 
@@ -44,14 +47,23 @@ class HostActions:
             return
         width = self.layout.units[op.unit].row_numel
         out = reach["rows"][begin * width : end * width]
+        numel = self.layout.tiles(op.unit)[op.tile].numel  # memory that it is staged in may be longer
         if "residual" not in reach:
-            self.kernels.gather_rows(reach["weight"].view(-1, width), rows, out.view(-1, width))
+            self.kernels.gather_rows(reach["weight"][:numel].view(-1, width), rows, out.view(-1, width))
             return
         planes = []
-        for plane in (reach["weight"], reach["residual"]):
+        for plane in (reach["weight"][:numel], reach["residual"][:numel]):
             planes.append(torch.empty((end - begin) * width, dtype=plane.dtype))
             self.kernels.gather_rows(plane.view(-1, width), rows, planes[-1].view(-1, width))
         self.kernels.join(*planes, out)
+
+    def read(self, reach: Reach, run: Run, op: Op) -> None:
+        for tile, memory in reach.staged():
+            tile.read(memory)
+
+    def write(self, reach: Reach, run: Run, op: Op) -> None:
+        for tile, memory in reach.staged():
+            tile.write(memory)
 
     # decisions
 

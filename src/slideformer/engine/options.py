@@ -13,6 +13,10 @@ from slideformer.layout import Layout
 from slideformer.memory import BatchShape
 from slideformer.optim import Hyper
 from slideformer.schedule import StepOptions, Update
+from slideformer.schedule.ops import STATE
+
+CONTENTS = tuple(str(place) for place in STATE)
+"""Of a unit's state; each may lie on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,10 @@ class EngineOptions:
     that an eager update takes after backward, from gradients that wait on the device. sliced_head: the output
     projection passes through the device tile by tile; "auto": where the whole of it has no room. resident: units whose
     state is on the device, where they are updated ("all": every one). keep: blocks among them that are not run again
-    in backward.
+    in backward. disk: (content, unit) pairs that are in files of the folder offload_dir, a content being weight,
+    residual, exp_avg or exp_avg_sq. saved_on_host: hidden states beyond those on the device that the host takes; the
+    others go to files (None: it takes all). disk_ring: tiles in each ring between disk and host. keep_offload_dir: the
+    files stay at the end.
     """
 
     micro_batch_size: int = 1
@@ -57,11 +64,18 @@ class EngineOptions:
     sliced_head: bool | Literal["auto"] = "auto"
     resident: tuple[int, ...] | Literal["auto", "all"] = ()
     keep: tuple[int, ...] | Literal["auto"] = ()
+    disk: tuple[tuple[str, int], ...] = ()
+    saved_on_host: int | None = None
+    disk_ring: int = 4
+    offload_dir: str | None = None
+    keep_offload_dir: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "max_length", "micro_batches", "window", "grad_slots", "ring"):
+        for name in ("micro_batch_size", "max_length", "micro_batches", "window", "grad_slots", "ring", "disk_ring"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name} is {getattr(self, name)}, must be at least 1")
+        if self.uses_disk and self.offload_dir is None:
+            raise BadInput("state or saved inputs are to lie on disk, but offload_dir does not say where: set it")
         if self.hidden_ring < 2:
             raise BadInput(f"hidden_ring is {self.hidden_ring}, must be at least 2: one op holds two hidden states")
         if isinstance(self.saved_on_device, int) and self.saved_on_device < 0:
@@ -83,6 +97,10 @@ class EngineOptions:
                 "on_nonfinite: stop"
             )
 
+    @property
+    def uses_disk(self) -> bool:
+        return bool(self.disk) or self.saved_on_host is not None
+
     def batch_shape(self, hidden: int, dtype: torch.dtype) -> BatchShape:
         return BatchShape(self.micro_batches, self.micro_batch_size, self.max_length, hidden, dtype)
 
@@ -93,6 +111,9 @@ class EngineOptions:
 
     def _check_units(self, layout: Layout) -> None:
         given = {name: getattr(self, name) for name in ("ahead", "late", "resident", "keep")}
+        given["disk"] = tuple(u for _, u in self.disk)
+        if wrong := sorted({c for c, _ in self.disk} - set(CONTENTS)):
+            raise BadInput(f"disk names {wrong}, must be of {', '.join(CONTENTS)}")
         for name, units in given.items():
             allowed = layout.blocks if name in ("late", "keep") else range(len(layout.units))
             if isinstance(units, tuple) and (wrong := sorted(set(units) - set(allowed))):
@@ -127,4 +148,7 @@ class EngineOptions:
             sliced_head=self.sliced_head is True and layout.output not in resident,
             resident=resident,
             keep=keep,
+            disk=tuple((c, u) for c, u in self.disk if u not in resident and u not in ahead),
+            disk_ring=self.disk_ring,
+            saved_on_host=self.saved_on_host,
         )

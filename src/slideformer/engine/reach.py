@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from slideformer.memory import Cell, Home, Moments, Twin
+from slideformer.memory import Cell, Held, Home, StoredTile, Twin
 from slideformer.schedule import Buffer, Op
-
-Held = torch.Tensor | Moments | Twin | Home | Cell
 
 
 class Reach:
@@ -39,12 +37,15 @@ class Reach:
         """The tensors of a role that the op may declare several times, in its order."""
         return [held for held in self._held[role] if isinstance(held, torch.Tensor)]
 
-    def moments(self) -> Moments:
-        (held,) = self._held["moments"]
-        if isinstance(held, Twin):
-            return Moments(held.current.exp_avg, held.current.exp_avg_sq)
-        assert isinstance(held, Moments)
+    def stored(self, role: str) -> StoredTile:
+        (held,) = self._held[role]
+        assert isinstance(held, StoredTile)
         return held
+
+    def staged(self) -> list[tuple[StoredTile, torch.Tensor]]:
+        """Of an op between disk and host: each tile in a file, and the memory that it is staged in."""
+        roles = [role for role in self._held if f"staged_{role}" in self._held]
+        return [(self.stored(role), self[f"staged_{role}"]) for role in roles]
 
     def twin(self, role: str) -> Twin:
         (held,) = self._held[role]

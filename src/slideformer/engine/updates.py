@@ -53,33 +53,33 @@ class Updates:
     def update(self, reach: Reach, run: Run, op: Op) -> None:
         verdict = self._permitted(reach, run)
         if verdict is not None:
-            self._tile(op, _planes(reach), reach["grad"], verdict)
+            self._tile(op, self._planes(reach, op), reach["grad"], verdict)
 
     def update_rest(self, reach: Reach, run: Run, op: Op) -> None:
         """Rows of one tile of the table that the batch did not touch. Untied, they have no gradient at all."""
         verdict = self._permitted(reach, run)
         if verdict is not None:
-            self._rest(op, run, _planes(reach), _optional(reach, "grad"), verdict)
+            self._rest(op, run, self._planes(reach, op), _optional(reach, "grad"), verdict)
 
     def update_rows(self, reach: Reach, run: Run, op: Op) -> None:
         """Rows of one tile of the table that the batch touched."""
         verdict = self._permitted(reach, run)
         if verdict is not None:
-            self._rows(op, run, _planes(reach), reach["grad"], verdict)
+            self._rows(op, run, self._planes(reach, op), reach["grad"], verdict)
 
     # ahead
 
     def update_ahead(self, reach: Reach, run: Run, op: Op) -> None:
         if self._hopeful(reach, run, op):
             verdict = self.next_verdict(run, grad_scale=1.0)
-            self._tile(op, _planes(reach), reach["grad"], verdict, out=reach.twin("spare").other)
+            self._tile(op, self._planes(reach, op), reach["grad"], verdict, out=reach.twin("spare").other)
             run.ahead.add((op.unit, op.tile))
 
     def rest_ahead(self, reach: Reach, run: Run, op: Op) -> None:
         if self._hopeful(reach, run, op):
             verdict = self.next_verdict(run, grad_scale=1.0)
             out = reach.twin("spare").other
-            self._rest(op, run, _planes(reach), _optional(reach, "grad"), verdict, out=out)
+            self._rest(op, run, self._planes(reach, op), _optional(reach, "grad"), verdict, out=out)
             run.ahead.add((op.unit, op.tile))
 
     def settle(self, reach: Reach, run: Run, op: Op) -> None:
@@ -89,7 +89,7 @@ class Updates:
         if self._holds(run, op, verdict):
             reach.twin("spare").swap()
         else:
-            self._tile(op, _planes(reach), reach["grad"], verdict)
+            self._tile(op, self._planes(reach, op), reach["grad"], verdict)
 
     def settle_rows(self, reach: Reach, run: Run, op: Op) -> None:
         verdict = self._permitted(reach, run)
@@ -97,11 +97,11 @@ class Updates:
             return
         twin, rows = reach.twin("spare"), reach["row_grad"]
         if self._holds(run, op, verdict):
-            self._rows(op, run, _planes(reach), rows, verdict, out=twin.other)
+            self._rows(op, run, self._planes(reach, op), rows, verdict, out=twin.other)
             twin.swap()
         else:
-            self._rest(op, run, _planes(reach), _optional(reach, "grad"), verdict)
-            self._rows(op, run, _planes(reach), rows, verdict)
+            self._rest(op, run, self._planes(reach, op), _optional(reach, "grad"), verdict)
+            self._rows(op, run, self._planes(reach, op), rows, verdict)
 
     def _hopeful(self, reach: Reach, run: Run, op: Op) -> bool:
         """Whether the step may still end unclipped: the sum of squares only grows."""
@@ -130,6 +130,11 @@ class Updates:
             raise NonFinite(CANNOT_BE_TAKEN_BACK)
         run.writes_started = True
         return verdict
+
+    def _planes(self, reach: Reach, op: Op) -> Planes:
+        """The trained elements of the tile; memory that a plane is staged in may be longer."""
+        numel = self.layout.tiles(op.unit, trained=True)[op.tile].numel
+        return Planes(*(reach[plane][:numel] for plane in Planes._fields))
 
     def _tile(self, op: Op, planes: Planes, grad: torch.Tensor, verdict: Verdict, *, out: Planes | None = None) -> None:
         unit = self.layout.units[op.unit]
@@ -186,11 +191,6 @@ class Updates:
 
     def _width(self, op: Op) -> int:
         return self.layout.units[op.unit].row_numel
-
-
-def _planes(reach: Reach) -> Planes:
-    moments = reach.moments()
-    return Planes(reach["weight"], reach["residual"], moments.exp_avg, moments.exp_avg_sq)
 
 
 def _optional(reach: Reach, role: str) -> torch.Tensor | None:

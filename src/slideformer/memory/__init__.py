@@ -1,11 +1,12 @@
 """Bytes on each tier: arenas on the host, the state, and the buffers that plans name."""
 
 from slideformer.memory.budget import Budget, Limit, budget, size
-from slideformer.memory.buffers import BatchShape, Cell, Need, Tier, allocate, needs
+from slideformer.memory.buffers import BatchShape, Cell, Held, Need, Tier, allocate, needs
 from slideformer.memory.disk import DiskFault, DiskFile, DiskFolder, free_nbytes, padded
 from slideformer.memory.host import Arena
 from slideformer.memory.machine import host_limit, resident_nbytes
 from slideformer.memory.state import Home, Moments, State, Twin, home_nbytes
+from slideformer.memory.stored import StoredTile
 
 __all__ = [
     "Arena",
@@ -15,11 +16,13 @@ __all__ = [
     "DiskFault",
     "DiskFile",
     "DiskFolder",
+    "Held",
     "Home",
     "Limit",
     "Moments",
     "Need",
     "State",
+    "StoredTile",
     "Tier",
     "Twin",
     "allocate",

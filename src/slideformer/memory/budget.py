@@ -7,14 +7,16 @@ of one op (a block that is run again, a chunk of logits) is not in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from slideformer.errors import DoesNotFit
 from slideformer.layout import Layout, UnitKind
 from slideformer.memory.buffers import BatchShape, Tier, needs
-from slideformer.memory.state import home_nbytes, state_nbytes
+from slideformer.memory.state import ARENAS, home_nbytes, state_nbytes
+from slideformer.memory.stored import extent_nbytes, stored_nbytes
 from slideformer.schedule import Buffer, Place, Plan
+from slideformer.schedule.ops import STATE_PLACES
 
 SMALL_SHARE = 0.02
 """Terms below this share of their tier are told as one, so that a message stays a sentence."""
@@ -39,6 +41,9 @@ NAMES = {
     Place.RING: "gradient ring",
     Place.GRAD_HOST: "waiting gradients",
     Place.SAVED: "saved inputs",
+    Place.STAGED_STATE: "tiles between disk and host",
+    Place.STAGED_WEIGHTS: "tiles between disk and host",
+    Place.STAGED_SAVED: "tiles between disk and host",
     Place.ROWS_HOST: "table rows",
     Place.ROW_GRAD_HOST: "table row gradients",
     Place.NORM_HOST: "norms and loss",
@@ -60,6 +65,7 @@ class Budget:
     device: dict[str, int]
     host: dict[str, int]
     state: frozenset[str]
+    disk: dict[str, int] = field(default_factory=dict)
 
     @property
     def device_nbytes(self) -> int:
@@ -70,13 +76,17 @@ class Budget:
         return sum(self.host.values())
 
     @property
+    def disk_nbytes(self) -> int:
+        return sum(self.disk.values())
+
+    @property
     def state_nbytes(self) -> int:
         return sum(nbytes for term, nbytes in self.host.items() if term in self.state)
 
     def on_one_tier(self) -> Budget:
         """The same where the device's memory is the host's: on the CPU."""
         moved = {f"{term} (device)": nbytes for term, nbytes in self.device.items()}
-        return Budget({}, {**self.host, **moved}, self.state)
+        return Budget({}, {**self.host, **moved}, self.state, self.disk)
 
     def fits(self, device_limit: Limit | None, host_limit: Limit | None) -> bool:
         return not any(over > 0 for over in self.excess(device_limit, host_limit))
@@ -114,19 +124,25 @@ def budget(plans: Iterable[Plan], layout: Layout, shape: BatchShape) -> Budget:
     plans: every plan that will run (training and evaluation, with the most and the fewest micro-batches).
     """
     device: dict[str, int] = {}
-    found = needs(plans, layout, shape)
+    listed = list(plans)
+    found = needs(listed, layout, shape)
     ahead, resident = (sorted({b.index[0] for b in found if b.place is p}) for p in (Place.SPARE, Place.HOME))
     keep_residual = _keeps_residual(shape)
-    host = dict(state_nbytes(layout, keep_residual=keep_residual, ahead=ahead, resident=resident))
+    pairs = sorted({(str(b.place), b.index[0]) for plan in listed for b in plan.on_disk() if b.place in STATE_PLACES})
+    terms = state_nbytes(layout, keep_residual=keep_residual, ahead=ahead, resident=resident, disk=pairs)
+    host = {term: nbytes for term, nbytes in terms.items() if nbytes}
+    stored = stored_nbytes(layout, pairs, keep_residual=keep_residual)
+    disk = {ARENAS[content]: nbytes for content, nbytes in stored.items()}
     if resident:
         device["resident state"] = sum(home_nbytes(layout, u, keep_residual=keep_residual) for u in resident)
     state = frozenset(host)
     for buffer, need in found.items():
-        if need.tier in (Tier.DEVICE, Tier.LOCKED):
-            terms = device if need.tier is Tier.DEVICE else host
-            term = _term(buffer, layout)
-            terms[term] = terms.get(term, 0) + need.nbytes
-    return Budget(device, host, state)
+        tiers = {Tier.DEVICE: device, Tier.LOCKED: host, Tier.STAGING: host, Tier.DISK: disk}
+        if need.tier in tiers:
+            term, terms = _term(buffer, layout), tiers[need.tier]
+            nbytes = extent_nbytes(need.numel * need.dtype.itemsize) if need.tier is Tier.DISK else need.nbytes
+            terms[term] = terms.get(term, 0) + nbytes
+    return Budget(device, host, state, disk)
 
 
 def size(nbytes: float) -> str:

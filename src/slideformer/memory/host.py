@@ -58,13 +58,14 @@ class Arena:
     def of(cls, sizes: Iterable[tuple[int, torch.dtype]], name: str) -> Arena:
         return cls(arena_nbytes(sizes), name)
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next [numel] of the arena, starting on a cache line."""
+    def take(self, numel: int, dtype: torch.dtype, *, align: int = ALIGN) -> torch.Tensor:
+        """The next [numel] of the arena, starting on a cache line, or on a multiple of `align` bytes if all of the
+        arena's pieces are asked for so."""
         nbytes = numel * dtype.itemsize
         if self._used + nbytes > self.nbytes:
             raise AssertionError(f"arena {self.name} holds {self.nbytes} bytes, {self._used} are used, {nbytes} asked")
         piece = self._bytes[self._used : self._used + nbytes].view(dtype)
-        self._used += aligned(nbytes)
+        self._used += aligned(nbytes, align)
         return piece
 
     def page_lock(self, device: Device) -> bool:

@@ -1,4 +1,4 @@
-"""The state: both planes of every master weight, and the moments of every trained one; on the host or on the device.
+"""The state: both planes of every master weight, and the moments of every trained one; on host, device or disk.
 
 12 bytes a trained parameter (2 + 2 + 4 + 4), and as much again for what is updated ahead. The weight plane is
 page-locked and is itself what is uploaded. A frozen parameter has no moments, and under bf16 compute no residual
@@ -14,7 +14,9 @@ import torch
 
 from slideformer.device import Device
 from slideformer.layout import Layout
+from slideformer.memory.disk import DiskFolder
 from slideformer.memory.host import DEVICE_ALIGN, Arena, aligned, arena_nbytes
+from slideformer.memory.stored import DTYPES, Stored
 from slideformer.native import HostKernels, Planes
 from slideformer.optim import join
 
@@ -87,18 +89,27 @@ class Carved:
         return piece.set_(self._bytes.untyped_storage(), start // dtype.itemsize, (numel,))
 
 
+ARENAS = {"weight": "weights", "residual": "residuals", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
+"""What the bytes of each plane are called."""
+
+
+def plane_numel(layout: Layout, unit: int, plane: str, *, keep_residual: bool) -> int:
+    """Elements of a plane of a unit. keep_residual: see `State`."""
+    whole = plane == "weight" or (plane == "residual" and keep_residual)
+    return layout.units[unit].numel if whole else layout.units[unit].train_numel
+
+
 def state_sizes(
-    layout: Layout, *, keep_residual: bool, units: Iterable[int]
+    layout: Layout, *, keep_residual: bool, units: Iterable[int], disk: Iterable[tuple[str, int]] = ()
 ) -> dict[str, list[tuple[int, torch.dtype]]]:
-    """Lengths and dtypes of every plane and moment, per unit of `units`. keep_residual: see `State`."""
-    chosen = [layout.units[u] for u in units]
-    trained = [(u.train_numel, torch.float32) for u in chosen]
-    return {
-        "weights": [(u.numel, torch.bfloat16) for u in chosen],
-        "residuals": [(u.numel if keep_residual else u.train_numel, torch.int16) for u in chosen],
-        "first moments": trained,
-        "second moments": trained,
-    }
+    """Lengths and dtypes of every plane and moment in memory, per unit of `units`; those on disk (plane, unit) are of
+    length 0."""
+    chosen, elsewhere = list(units), frozenset(disk)
+
+    def numel(plane: str, unit: int) -> int:
+        return 0 if (plane, unit) in elsewhere else plane_numel(layout, unit, plane, keep_residual=keep_residual)
+
+    return {name: [(numel(plane, u), DTYPES[plane]) for u in chosen] for plane, name in ARENAS.items()}
 
 
 def home_nbytes(layout: Layout, unit: int, *, keep_residual: bool) -> int:
@@ -109,11 +120,16 @@ def home_nbytes(layout: Layout, unit: int, *, keep_residual: bool) -> int:
 
 
 def state_nbytes(
-    layout: Layout, *, keep_residual: bool, ahead: Iterable[int] = (), resident: Iterable[int] = ()
+    layout: Layout,
+    *,
+    keep_residual: bool,
+    ahead: Iterable[int] = (),
+    resident: Iterable[int] = (),
+    disk: Iterable[tuple[str, int]] = (),
 ) -> dict[str, int]:
     """Bytes of the host arenas of a `State`, by term."""
     streamed = [u for u in range(len(layout.units)) if u not in set(resident)]
-    sizes = state_sizes(layout, keep_residual=keep_residual, units=streamed)
+    sizes = state_sizes(layout, keep_residual=keep_residual, units=streamed, disk=disk)
     terms = {name: arena_nbytes(needed) for name, needed in sizes.items()}
     second = state_sizes(layout, keep_residual=keep_residual, units=ahead)
     spare = sum(arena_nbytes(needed) for needed in second.values())
@@ -137,15 +153,25 @@ class State:
         keep_residual: bool,
         ahead: tuple[int, ...] = (),
         resident: tuple[int, ...] = (),
+        disk: tuple[tuple[str, int], ...] = (),
+        folder: DiskFolder | None = None,
     ) -> None:
         """keep_residual: frozen parameters keep their residual plane too (fp32 compute reads it), and a home has its
-        master joined. ahead: units with a second copy. resident: units whose state is on the device. Raises DoesNotFit.
+        master joined. ahead: units with a second copy. resident: units whose state is on the device. disk: (plane,
+        unit) pairs in files of `folder`, which starts empty. Raises DoesNotFit, BadInput, and what moves planes that
+        are in files DiskFault.
         """
         self.layout, self._kernels, self._device = layout, kernels, device
+        self._keep_residual = keep_residual
         self.arenas: list[Arena] = []
+        self.stored: Stored | None = None
+        if disk:
+            assert folder is not None, "planes on disk without a folder for them"
+            self.stored = Stored(folder, layout, disk, keep_residual=keep_residual)
+        self._disk = frozenset(disk)
         self.homes = {unit: self._home(unit, device, keep_residual=keep_residual) for unit in resident}
         streamed = [u for u in range(len(layout.units)) if u not in self.homes]
-        taken = self._take(streamed, device, keep_residual=keep_residual)
+        taken = self._take(streamed, device, keep_residual=keep_residual, disk=disk)
         self._copies = {unit: [planes] for unit, planes in zip(streamed, taken, strict=True)}
         second = self._take(ahead, device, keep_residual=keep_residual, prefix="second ")
         self.twins: dict[tuple[int, int], Twin] = {}
@@ -156,8 +182,16 @@ class State:
                 parts = (Planes(*(p[whole.start : whole.stop] for p in copy)) for copy in self._copies[unit])
                 self.twins[unit, tile.index] = Twin(*parts)
 
-    def _take(self, units: Sequence[int], device: Device, *, keep_residual: bool, prefix: str = "") -> list[Planes]:
-        sizes = state_sizes(self.layout, keep_residual=keep_residual, units=units)
+    def _take(
+        self,
+        units: Sequence[int],
+        device: Device,
+        *,
+        keep_residual: bool,
+        prefix: str = "",
+        disk: tuple[tuple[str, int], ...] = (),
+    ) -> list[Planes]:
+        sizes = state_sizes(self.layout, keep_residual=keep_residual, units=units, disk=disk)
         arenas = {name: Arena.of(needed, prefix + name) for name, needed in sizes.items()}
         columns = [[arenas[name].take(*one) for one in needed] for name, needed in sizes.items()]
         taken = [Planes(*row) for row in zip(*columns, strict=True)]
@@ -187,39 +221,56 @@ class State:
 
     @property
     def weight(self) -> list[torch.Tensor]:
-        return [self._current(u).weight.cpu() for u in range(len(self.layout.units))]
+        return self._whole("weight")
 
     @property
     def residual(self) -> list[torch.Tensor]:
-        return [self._current(u).residual.cpu() for u in range(len(self.layout.units))]
+        return self._whole("residual")
 
     @property
     def moments(self) -> list[Moments]:
-        return [Moments(*(m.cpu() for m in self._current(u)[2:])) for u in range(len(self.layout.units))]
+        both = zip(self._whole("exp_avg"), self._whole("exp_avg_sq"), strict=True)
+        return [Moments(*pair) for pair in both]
+
+    def _whole(self, plane: PlaneName) -> list[torch.Tensor]:
+        return [self.part(u, plane, 0, self.extent(u, plane)[0]) for u in range(len(self.layout.units))]
 
     def planes(self, unit: int) -> Planes:
         """The unit's current state itself, where it lies: of a resident unit on the device. Residuals and moments end
-        where the trained part ends."""
+        where the trained part ends; planes on disk are of length 0."""
         return self._current(unit)
 
     def extent(self, unit: int, plane: PlaneName) -> tuple[int, torch.dtype]:
         """How many elements a plane of the unit has, and their dtype."""
-        tensor: torch.Tensor = getattr(self._current(unit), plane)
-        return len(tensor), tensor.dtype
+        return plane_numel(self.layout, unit, plane, keep_residual=self._keep_residual), DTYPES[plane]
 
     def part(self, unit: int, plane: PlaneName, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of one plane of the unit's current state, as far as it goes: [n], on the host, not to
-        be written to. No copy of what lies there. Blocks."""
+        be written to. No copy of what lies there. Blocks; raises DiskFault."""
+        if (plane, unit) in self._disk and self.stored is not None:
+            return self.stored.part(plane, unit, start, stop)
         tensor: torch.Tensor = getattr(self._current(unit), plane)
         return tensor[start:stop].cpu()
 
     def restore(self, unit: int, plane: PlaneName, offset: int, values: torch.Tensor) -> None:
         """Set elements of one plane, bit for bit. values: 1-D, of the plane's dtype, host."""
-        for planes in self._owned(unit):
-            target: torch.Tensor = getattr(planes, plane)
-            assert values.dtype is target.dtype, f"{plane} is {target.dtype}, not {values.dtype}"
-            target[offset : offset + values.numel()].copy_(values)
+        assert values.dtype is DTYPES[plane], f"{plane} is {DTYPES[plane]}, not {values.dtype}"
+        self._put(unit, plane, offset, values)
         self._refresh(unit)
+
+    def _put(self, unit: int, plane: PlaneName, offset: int, values: torch.Tensor) -> None:
+        """Wherever it lies, and in every copy, those elements left out that are beyond the end of the plane."""
+        if (plane, unit) in self._disk and self.stored is not None:
+            self.stored.put(plane, unit, offset, values)
+            return
+        for planes in self._owned(unit):
+            target: torch.Tensor = getattr(planes, plane)[offset : offset + values.numel()]
+            target.copy_(values[: target.numel()])
+
+    def flush(self) -> None:
+        """What was written or restored is where the lanes find it. Before a step; raises DiskFault."""
+        if self.stored is not None:
+            self.stored.flush()
 
     def _refresh(self, unit: int) -> None:
         """What lanes read was written on another stream than theirs: it is there before they start."""
@@ -239,13 +290,10 @@ class State:
         """Set master weights [offset, offset + len) of a unit. values: 1-D, any float dtype, host."""
         for start in range(0, values.numel(), PIECE_NUMEL):
             piece = values[start : start + PIECE_NUMEL].float().contiguous()
-            begin, end = offset + start, offset + start + piece.numel()
             weight, rest = (torch.empty(piece.numel(), dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
             self._kernels.split(piece, weight, rest)
-            for planes in self._owned(unit):
-                planes.weight[begin:end].copy_(weight)
-                residual = planes.residual[begin:end]  # shorter at the frozen end of the unit, which has none
-                residual.copy_(rest[: residual.numel()])
+            self._put(unit, "weight", offset + start, weight)
+            self._put(unit, "residual", offset + start, rest)
         self._refresh(unit)
 
     def read(self, unit: int, start: int, stop: int) -> torch.Tensor:

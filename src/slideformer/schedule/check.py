@@ -13,7 +13,7 @@ from collections import Counter
 from slideformer.layout import Layout
 from slideformer.schedule.effects import Effect, Effects
 from slideformer.schedule.generation_effects import PassEffects
-from slideformer.schedule.ops import STATE_PLACES, Buffer, Content, OpKind, Place, Plan
+from slideformer.schedule.ops import STAGING, STATE_PLACES, Buffer, Content, OpKind, Place, Plan
 from slideformer.schedule.options import StepOptions, Update
 from slideformer.schedule.pass_options import PassOptions
 
@@ -62,6 +62,13 @@ def _prove_positions(plan: Plan, options: StepOptions) -> None:
     for buffer in plan.buffers():
         if buffer.place in limits and not 0 <= buffer.index[0] < limits[buffer.place]:
             raise PlanError(f"{buffer} does not exist: there are {limits[buffer.place]} of its kind")
+        if buffer.place in STAGING and not 0 <= buffer.index[1] < options.disk_ring:
+            raise PlanError(f"{buffer} does not exist: there are {options.disk_ring} of its kind")
+    for op in plan.ops:
+        for place, (position, *_) in (a.buffer for a in op.accesses if a.buffer.place is Place.SAVED):
+            on_disk = options.saved_on_host is not None and position >= options.saved_on_host
+            if on_disk != (op.kind in (OpKind.READ_SAVED, OpKind.WRITE_SAVED)):
+                raise PlanError(f"{op} touches {place}[{position}], which is {'' if on_disk else 'not '}on disk")
 
 
 def _prove_contents(plan: Plan, effects: Effects) -> None:

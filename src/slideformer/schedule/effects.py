@@ -13,7 +13,7 @@ from slideformer.layout import Layout, UnitKind
 from slideformer.schedule.ops import Content, Op, OpKind, Place
 from slideformer.schedule.options import StepOptions, Update
 
-STATE = (Place.WEIGHT, Place.RESIDUAL, Place.MOMENTS)
+STATE = (Place.WEIGHT, Place.RESIDUAL, Place.EXP_AVG, Place.EXP_AVG_SQ)
 
 
 class Effect(NamedTuple):
@@ -36,12 +36,13 @@ class Effects:
         self.glue, self.final = layout.find(UnitKind.GLUE), layout.find(UnitKind.FINAL)
         self.eager = options.update is Update.EAGER
         self.resident, self.sliced = frozenset(options.resident), options.sliced_head
+        self.disk = frozenset(options.disk)
         below = [0, *([] if self.glue is None else [self.glue]), *layout.blocks]
         self.lowest = min((u for u in below if self.trained[u]), default=len(layout.units))
 
     def of(self, op: Op) -> list[Effect]:
         """In no particular order."""
-        for group in (self._up, self._across, self._down, self._sliced, self._reduced, self._host):
+        for group in (self._up, self._across, self._down, self._sliced, self._reduced, self._host, self._stored):
             found = list(group(op))
             if found:
                 return found
@@ -89,9 +90,9 @@ class Effects:
                 yield Effect("source", Place.ROWS_HOST, ("rows", self.num_tiles[0]), None)
                 yield Effect("target", Place.ROWS, None, ("rows",))
             case OpKind.SPILL if value[:1] in (("x",), ("d",)) and value[2] == op.micro:
-                yield from _copy(Place.HIDDEN, Place.SAVED, value)
+                yield from _copy(Place.HIDDEN, self._saved(op), value)
             case OpKind.FETCH if value[:1] in (("x",), ("d",)) and value[2] == op.micro:
-                yield from _copy(Place.SAVED, Place.HIDDEN, value)
+                yield from _copy(self._saved(op), Place.HIDDEN, value)
             case OpKind.REPORT if value[:2] == ("norm", op.unit):
                 yield from _copy(Place.NORM, Place.NORM_HOST, value)
             case OpKind.SPILL | OpKind.FETCH | OpKind.REPORT:
@@ -223,23 +224,23 @@ class Effects:
             case OpKind.UPDATE:
                 yield Effect("grad", self._landing(), ("landed", unit, tile), None)
                 yield from self._permits(unit, self._part(unit, tile))
-                yield from _state(unit, tile, 0, 1)
+                yield from self._state(unit, tile, 0, 1)
             case OpKind.UPDATE_REST if self.layout.tied:
                 yield Effect("grad", self._landing(), ("landed", 0, tile), None)
                 yield from self._permits(0, self._part(0, tile))
-                yield from _state(0, tile, 0, "rest")
+                yield from self._state(0, tile, 0, "rest")
             case OpKind.UPDATE_REST:
                 yield Effect("verdict", Place.VERDICT, ("verdict",), None)
-                yield from _state(0, tile, 0, "rest")
+                yield from self._state(0, tile, 0, "rest")
             case OpKind.UPDATE_AHEAD | OpKind.REST_AHEAD:
-                yield from _reads(unit, tile)
+                yield from self._state(unit, tile, 0)
                 yield Effect("spare", Place.SPARE, None, ("spare", unit, tile))
                 if unit or self.layout.tied:
                     yield Effect("grad", Place.GRAD_HOST, ("landed", unit, tile), None)
                     yield Effect("norms", Place.NORM_HOST, ("norm", unit, self._part(unit, tile)), None)
             case OpKind.SETTLE | OpKind.SETTLE_ROWS:
                 yield Effect("verdict", Place.VERDICT, ("verdict",), None)
-                yield from _state(unit, tile, 0, 1)
+                yield from self._state(unit, tile, 0, 1)
                 yield Effect("spare", Place.SPARE, ("spare", unit, tile), ("spent", unit, tile))
                 if unit or self.layout.tied:
                     yield Effect("grad", Place.GRAD_HOST, ("landed", unit, tile), None)
@@ -248,13 +249,64 @@ class Effects:
             case OpKind.UPDATE_ROWS:
                 yield Effect("grad", Place.ROW_GRAD_HOST, ("row_grad",), None)
                 yield from self._permits(0, 1)
-                yield from _state(0, tile, "rest", 1)
+                yield from self._state(0, tile, "rest", 1)
+
+    def _stored(self, op: Op) -> Iterator[Effect]:
+        """Between disk and staging memory: what of a tile is on disk, for its update (of the table: the first, which
+        leaves the touched rows to the second), or for whoever reads weights."""
+        unit, tile = op.unit, op.tile
+        first = (0, "rest" if unit == 0 else 1)
+        match op.kind:
+            case OpKind.READ_STATE | OpKind.WRITE_STATE:
+                yield from self._between(STATE, unit, tile, first[op.kind is OpKind.WRITE_STATE], op.kind)
+            case OpKind.READ_ROWS | OpKind.WRITE_ROWS:
+                yield from self._between(STATE, 0, tile, "rest" if op.kind is OpKind.READ_ROWS else 1, op.kind)
+            case OpKind.READ_WEIGHTS:
+                yield from self._between(self._read_planes, unit, tile, 0, op.kind)
+            case OpKind.READ_SAVED | OpKind.WRITE_SAVED:
+                value = next((a.needs for a in op.accesses if a.needs is not None), None) or ()
+                if value[:1] in (("x",), ("d",)) and value[2] == op.micro:
+                    file, stage = ("file", Place.SAVED), ("staged_file", Place.STAGED_SAVED)
+                    source, target = (file, stage) if op.kind is OpKind.READ_SAVED else (stage, file)
+                    yield Effect(*source, value, None)
+                    yield Effect(*target, None, value)
+                else:
+                    yield Effect("file", Place.SAVED, (f"a content of {op}",), None)
 
     # pieces
 
+    @property
+    def _read_planes(self) -> tuple[Place, ...]:
+        return STATE[: 2 if self.options.fp32_compute else 1]
+
+    def _between(
+        self, contents: tuple[Place, ...], unit: int, tile: int, version: int | str, kind: OpKind
+    ) -> Iterator[Effect]:
+        for place in contents:
+            if (str(place), unit) in self.disk:
+                content = (str(place), unit, tile, version)
+                staged = Place.STAGED_WEIGHTS if kind is OpKind.READ_WEIGHTS else Place.STAGED_STATE
+                file, stage = (str(place), place), (f"staged_{place}", staged)
+                written = kind in (OpKind.WRITE_STATE, OpKind.WRITE_ROWS)
+                source, target = (stage, file) if written else (file, stage)
+                yield Effect(*source, content, None)
+                yield Effect(*target, None, content)
+
+    def _saved(self, op: Op) -> Place:
+        """On the host as far as that has room; which positions those are, `check` looks at."""
+        places = {a.buffer.place for a in op.accesses}
+        return Place.STAGED_SAVED if Place.STAGED_SAVED in places else Place.SAVED
+
     def _planes(self, unit: int, tile: int) -> Iterator[Effect]:
-        for place in STATE[: 2 if self.options.fp32_compute else 1]:
-            yield Effect(str(place), place, (str(place), unit, tile, 0), None)
+        for place in self._read_planes:
+            held = Place.STAGED_WEIGHTS if (str(place), unit) in self.disk else place
+            yield Effect(str(place), held, (str(place), unit, tile, 0), None)
+
+    def _state(self, unit: int, tile: int, needs: int | str, leaves: int | str | None = None) -> Iterator[Effect]:
+        for place in STATE:
+            held = Place.STAGED_STATE if (str(place), unit) in self.disk else place
+            left = None if leaves is None else (str(place), unit, tile, leaves)
+            yield Effect(str(place), held, (str(place), unit, tile, needs), left)
 
     def _weights(self, role: str, unit: int) -> Effect:
         if unit in self.resident:
@@ -321,13 +373,3 @@ def _sum(total: Place, grad: Place, full: Content, done: Content) -> Iterator[Ef
     else:
         yield Effect("sum", total, full, None)
         yield Effect("grad", grad, None, done)
-
-
-def _reads(unit: int, tile: int) -> Iterator[Effect]:
-    for place in STATE:
-        yield Effect(str(place), place, (str(place), unit, tile, 0), None)
-
-
-def _state(unit: int, tile: int, needs: int | str, leaves: int | str) -> Iterator[Effect]:
-    for place in STATE:
-        yield Effect(str(place), place, (str(place), unit, tile, needs), (str(place), unit, tile, leaves))

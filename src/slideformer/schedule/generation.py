@@ -11,6 +11,7 @@ this one's tokens are still being chosen.
 from __future__ import annotations
 
 from slideformer.layout import Layout
+from slideformer.schedule.disk import staged
 from slideformer.schedule.ops import Access, Buffer, LaneName, Op, OpKind, Place, Plan
 from slideformer.schedule.pass_options import PassOptions
 from slideformer.schedule.program import Program
@@ -25,12 +26,12 @@ SLICES = 2
 
 def pass_ops(layout: Layout, options: PassOptions) -> tuple[Op, ...]:
     """The ops of `build_pass` without their waits."""
-    return _PassProgram(layout, options).write()
+    return staged(_PassProgram(layout, options).write(), options)
 
 
 def build_pass(layout: Layout, options: PassOptions) -> Plan:
     """The plan of one pass; it leaves every weight as it was."""
-    ops = _PassProgram(layout, options).write()
+    ops = pass_ops(layout, options)
     return Plan(ops, derive(ops), trains=False, name="first pass" if options.first else "pass", keeps=KEPT)
 
 

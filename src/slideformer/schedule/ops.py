@@ -21,9 +21,20 @@ class LaneName(StrEnum):
     FETCH = "fetch"
     UPDATE = "update"
     GATHER = "gather"
+    DISK_READ = "disk_read"  # state for updates
+    DISK_WRITE = "disk_write"  # and back
+    DISK_FEED = "disk_feed"  # weights for uploads and gathers
+    DISK_SPILL = "disk_spill"  # saved inputs
+    DISK_FETCH = "disk_fetch"
 
 
-HOST_LANES = frozenset({LaneName.UPDATE, LaneName.GATHER})
+DISK_LANES = frozenset(
+    {LaneName.DISK_READ, LaneName.DISK_WRITE, LaneName.DISK_FEED, LaneName.DISK_SPILL, LaneName.DISK_FETCH}
+)
+"""Lanes between files and page-locked memory of the host. Reads have lanes of their own, so that none of them waits
+behind one whose place is not free yet."""
+
+HOST_LANES = frozenset({LaneName.UPDATE, LaneName.GATHER}) | DISK_LANES
 """Lanes whose work is done by host threads; the others launch work on the device."""
 
 
@@ -70,6 +81,13 @@ class OpKind(StrEnum):
     UPDATE_RESIDENT_TABLE = "update_resident_table"  # the same for the table, touched rows included
     SETTLE = "settle"  # the spare copy becomes the state, or the update is done again with the right factor
     SETTLE_ROWS = "settle_rows"  # the same for a tile of the table, touched rows included
+    READ_STATE = "read_state"  # one tile, as far as it is on disk, for its update
+    WRITE_STATE = "write_state"  # and back
+    READ_ROWS = "read_rows"  # the same for the second of the two updates of a tile of the table
+    WRITE_ROWS = "write_rows"
+    READ_WEIGHTS = "read_weights"  # one tile, for its upload or a gather
+    WRITE_SAVED = "write_saved"  # a saved input or hidden gradient to disk
+    READ_SAVED = "read_saved"  # and back
     # generation
     NEXT = "next"  # what this pass works on: the prompts, or the tokens that the pass before has chosen
     EMBED_CACHED = "embed_cached"
@@ -86,17 +104,21 @@ class OpKind(StrEnum):
 class Place(StrEnum):
     """The kinds of buffer. `Buffer.index` tells them apart within a kind."""
 
-    # host, per (unit, tile): the state
+    # host or disk, per (unit, tile): the state
     WEIGHT = "weight"
     RESIDUAL = "residual"
-    MOMENTS = "moments"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
     # host, other
     SPARE = "spare"  # (unit, tile): a second copy of all of a tile's state
     ROWS_HOST = "rows_host"
     RING = "ring"  # (position): gradient tiles on their way to an eager update
     GRAD_HOST = "grad_host"  # (unit, tile): gradients in waiting, deferred
     ROW_GRAD_HOST = "row_grad_host"
-    SAVED = "saved"  # (position): spilled saved inputs and hidden gradients
+    SAVED = "saved"  # (position): spilled saved inputs and hidden gradients; on the host, and then on disk
+    STAGED_STATE = "staged_state"  # (content, position): tiles between disk and an update
+    STAGED_WEIGHTS = "staged_weights"  # (content, position): tiles between disk and an upload or gather
+    STAGED_SAVED = "staged_saved"  # (0 out or 1 in, position)
     NORM_HOST = "norm_host"  # (unit, part)
     LOSS_HOST = "loss_host"
     VERDICT = "verdict"
@@ -131,7 +153,10 @@ class Place(StrEnum):
     LOSS = "loss"
 
 
-STATE_PLACES = frozenset({Place.WEIGHT, Place.RESIDUAL, Place.MOMENTS})
+STATE = (Place.WEIGHT, Place.RESIDUAL, Place.EXP_AVG, Place.EXP_AVG_SQ)
+STATE_PLACES = frozenset(STATE)
+STAGING = frozenset({Place.STAGED_STATE, Place.STAGED_WEIGHTS, Place.STAGED_SAVED})
+"""Page-locked memory between disk and everybody else. Its first index says which ring of the place."""
 
 
 class Buffer(NamedTuple):
@@ -201,6 +226,11 @@ class Plan:
     def buffers(self) -> dict[Buffer, None]:
         """Every buffer of the plan, in order of first use."""
         return {a.buffer: None for op in self.ops for a in op.accesses}
+
+    def on_disk(self) -> set[Buffer]:
+        """Those of its buffers that lie on disk: what the disk lanes move, but for where they stage it."""
+        moved = (a.buffer for op in self.ops if op.lane in DISK_LANES for a in op.accesses)
+        return {b for b in moved if b.place not in STAGING}
 
     def __str__(self) -> str:
         """One line an op: number, lane, op, what it reads -> what it writes, and which ops it waits for.

@@ -24,6 +24,9 @@ class StepOptions:
     sliced_head: the output projection passes through the device tile by tile, twice.
     resident: units whose state is on the device; they are updated there and cross no link. keep: blocks among them that
     keep what backward needs from forward, instead of being run again.
+    disk: (content, unit) pairs, a content being weight, residual, exp_avg or exp_avg_sq, that are on disk. disk_ring:
+    places in each ring between disk and host. saved_on_host: spilled saved inputs that the host takes, the others are
+    on disk (None: it takes all).
     """
 
     window: int = 2
@@ -39,9 +42,12 @@ class StepOptions:
     sliced_head: bool = False
     resident: tuple[int, ...] = ()
     keep: tuple[int, ...] = ()
+    disk: tuple[tuple[str, int], ...] = ()
+    disk_ring: int = 2
+    saved_on_host: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("window", "grad_slots", "ring", "micro_batches"):
+        for name in ("window", "grad_slots", "ring", "micro_batches", "disk_ring"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
         if self.hidden_pool < 0:
@@ -60,4 +66,8 @@ class StepOptions:
             raise ValueError(
                 f"units {sorted(both)} are resident, so they have no second copy on the host to update ahead"
             )
+        if both := {u for _, u in self.disk} & {*self.resident, *self.ahead}:
+            raise ValueError(f"units {sorted(both)} are on disk, so they cannot be resident or have a second copy")
+        if self.saved_on_host is not None and self.saved_on_host < 0:
+            raise ValueError(f"saved_on_host is {self.saved_on_host}, must be at least 0")
         object.__setattr__(self, "update", Update(self.update))  # a plain "deferred" would compare equal, and not be it

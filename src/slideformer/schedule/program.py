@@ -9,8 +9,9 @@ input of the head.
 from __future__ import annotations
 
 from slideformer.layout import Layout, UnitKind
+from slideformer.schedule.disk import staged
 from slideformer.schedule.hidden import HiddenPositions
-from slideformer.schedule.ops import Access, Buffer, Content, LaneName, Op, OpKind, Place, Plan
+from slideformer.schedule.ops import STATE, Access, Buffer, Content, LaneName, Op, OpKind, Place, Plan
 from slideformer.schedule.options import StepOptions, Update
 from slideformer.schedule.sliced_head import SlicedHead
 from slideformer.schedule.slots import plan_slots
@@ -19,12 +20,12 @@ from slideformer.schedule.waits import derive
 
 def evaluation_ops(layout: Layout, options: StepOptions) -> tuple[Op, ...]:
     """The ops of `build_evaluation` without their waits."""
-    return Program(layout, options).write()
+    return staged(Program(layout, options).write(), options)
 
 
 def build_evaluation(layout: Layout, options: StepOptions) -> Plan:
     """The plan of one evaluation: losses only; it leaves every state as it was."""
-    ops = Program(layout, options).write()
+    ops = evaluation_ops(layout, options)
     return Plan(ops, derive(ops), trains=False, name="evaluation")
 
 
@@ -80,7 +81,7 @@ class Program:
                 (str(place), unit, tile, needs),
                 None if leaves is None else (str(place), unit, tile, leaves),
             )
-            for place in (Place.WEIGHT, Place.RESIDUAL, Place.MOMENTS)
+            for place in STATE
         )
 
     def planes(self, unit: int, tile: int) -> tuple[Access, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from slideformer.layout import Layout
+from slideformer.schedule.disk import staged
 from slideformer.schedule.gradients import Gradients
 from slideformer.schedule.ops import Access, Buffer, Content, LaneName, Op, OpKind, Place, Plan
 from slideformer.schedule.options import StepOptions
@@ -18,14 +19,14 @@ from slideformer.schedule.waits import derive
 
 def step_ops(layout: Layout, options: StepOptions) -> tuple[Op, ...]:
     """The ops of `build_step` without their waits, in a fraction of the time: for whoever only counts buffers."""
-    return _TrainingProgram(layout, options).write()
+    return staged(_TrainingProgram(layout, options).write(), options)
 
 
 def build_step(layout: Layout, options: StepOptions) -> Plan:
     """The plan of one training step. Raises ValueError when nothing is trainable or an option is out of range."""
     if layout.train_numel == 0:
         raise ValueError("no parameter is trainable: every name matches a frozen pattern")
-    ops = _TrainingProgram(layout, options).write()
+    ops = step_ops(layout, options)
     return Plan(ops, derive(ops), trains=True, name=f"{options.update} step")
 
 

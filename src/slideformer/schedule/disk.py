@@ -1,0 +1,127 @@
+"""What lies on disk passes through page-locked memory: reads before the ops that need it, writes after them.
+
+A program is written as if all state and saved inputs were on the host. This pass gives every op that touches a tile on
+disk a place in a ring of staging buffers instead, with a read before and a write behind it where they are needed. How
+far reads run ahead follows from the waits: as far as a ring has places.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from slideformer.schedule.ops import DISK_LANES, STAGING, STATE, Access, Buffer, Content, LaneName, Op, OpKind, Place
+from slideformer.schedule.options import StepOptions
+
+OUT, IN = 0, 1
+"""Rings of saved inputs: on their way to the disk, and back."""
+
+
+def staged(ops: Sequence[Op], options: StepOptions) -> tuple[Op, ...]:
+    """The ops with staging for whatever `options.disk` and `options.saved_on_host` leave to the disk."""
+    if not options.disk and options.saved_on_host is None:
+        return tuple(ops)
+    staging = _Staging(options)
+    return _without_dead_writes([found for op in ops for found in staging.around(op)])
+
+
+def _without_dead_writes(ops: list[Op]) -> tuple[Op, ...]:
+    """Without what is written to disk and not read again, because the next to need it found it staged."""
+    next_reads: dict[Buffer, bool] = {}  # of buffers on disk: whether the next op that moves them reads them
+    live: list[Op] = []
+    for op in reversed(ops):
+        if op.lane in DISK_LANES:
+            files = [a for a in op.accesses if a.buffer.place not in STAGING]
+            reads = files[0].needs is not None
+            wanted = [next_reads.get(a.buffer, a.buffer.place is not Place.SAVED) for a in files]
+            if not reads and not any(wanted):
+                continue
+            next_reads.update((a.buffer, reads) for a in files)
+        live.append(op)
+    return tuple(reversed(live))
+
+
+class _Staging:
+    def __init__(self, options: StepOptions) -> None:
+        self._options, self._disk = options, frozenset(options.disk)
+        self._next: Counter[tuple[Place, int]] = Counter()
+        self._holds: dict[Buffer, Buffer] = {}  # what is staged, as the disk has it or newer
+
+    def around(self, op: Op) -> Iterator[Op]:
+        """The op, with its reads before and its writes behind it."""
+        on_disk = [a for a in op.accesses if self._is_on_disk(a.buffer)]
+        if not on_disk:
+            yield op
+            return
+        reads = [a for a in on_disk if a.needs is not None]
+        writes = [a for a in on_disk if a.leaves is not None]
+        places = self._still_there(op, on_disk)
+        if places is None:
+            places = {a.buffer: self._place(op, a.buffer) for a in on_disk}
+            if reads:
+                yield self._moved(op, reads, places, inward=True)
+        accesses = (a._replace(buffer=places.get(a.buffer, a.buffer)) for a in op.accesses)
+        yield Op(op.kind, op.lane, tuple(accesses), op.unit, op.tile, op.micro)
+        if writes:
+            self._forget(places)
+            yield self._moved(op, writes, places, inward=False)
+
+    def _is_on_disk(self, buffer: Buffer) -> bool:
+        if buffer.place is Place.SAVED:
+            host = self._options.saved_on_host
+            return host is not None and buffer.index[0] >= host
+        return buffer.place in STATE and (str(buffer.place), buffer.index[0]) in self._disk
+
+    def _place(self, op: Op, buffer: Buffer) -> Buffer:
+        if buffer.place is Place.SAVED:
+            return self._take(Place.STAGED_SAVED, OUT if op.lane is LaneName.SPILL else IN, buffer)
+        return self._take(self._ring(op), STATE.index(buffer.place), buffer)
+
+    def _ring(self, op: Op) -> Place:
+        if op.lane in (LaneName.SPILL, LaneName.FETCH):
+            return Place.STAGED_SAVED
+        return Place.STAGED_STATE if op.lane is LaneName.UPDATE else Place.STAGED_WEIGHTS
+
+    def _take(self, place: Place, which: int, buffer: Buffer) -> Buffer:
+        position = self._next[place, which] % self._options.disk_ring
+        self._next[place, which] += 1
+        taken = Buffer(place, (which, position))
+        self._holds[taken] = buffer
+        return taken
+
+    def _still_there(self, op: Op, on_disk: list[Access]) -> dict[Buffer, Buffer] | None:
+        """The places of what an op needs, if all of it was staged for an op of its kind and is not overwritten yet."""
+        mine = self._ring(op)
+        held = {b: stage for stage, b in self._holds.items() if stage.place is mine}
+        if any(a.needs is None or a.buffer not in held for a in on_disk):
+            return None
+        return {a.buffer: held[a.buffer] for a in on_disk}
+
+    def _forget(self, written: dict[Buffer, Buffer]) -> None:
+        """Other stagings of what is written are old."""
+        old = [s for s, buffer in self._holds.items() if buffer in written and s != written[buffer]]
+        for stage in old:
+            del self._holds[stage]
+
+    def _moved(self, op: Op, accesses: list[Access], places: dict[Buffer, Buffer], *, inward: bool) -> Op:
+        kind, lane = _mover(op, inward=inward)
+        moved: list[Access] = []
+        for access in accesses:
+            content: Content | None = access.needs if inward else access.leaves
+            name = "file" if access.buffer.place is Place.SAVED else str(access.buffer.place)
+            file, stage = (access.buffer, name), (places[access.buffer], f"staged_{name}")
+            (source, source_role), (target, target_role) = (file, stage) if inward else (stage, file)
+            moved += [Access(source_role, source, content, None), Access(target_role, target, None, content)]
+        return Op(kind, lane, tuple(moved), op.unit, op.tile, op.micro)
+
+
+def _mover(op: Op, *, inward: bool) -> tuple[OpKind, LaneName]:
+    if op.kind is OpKind.SPILL:
+        return OpKind.WRITE_SAVED, LaneName.DISK_SPILL
+    if op.kind is OpKind.FETCH:
+        return OpKind.READ_SAVED, LaneName.DISK_FETCH
+    if op.lane is not LaneName.UPDATE:
+        return OpKind.READ_WEIGHTS, LaneName.DISK_FEED
+    if op.kind is OpKind.UPDATE_ROWS:
+        return (OpKind.READ_ROWS, LaneName.DISK_READ) if inward else (OpKind.WRITE_ROWS, LaneName.DISK_WRITE)
+    return (OpKind.READ_STATE, LaneName.DISK_READ) if inward else (OpKind.WRITE_STATE, LaneName.DISK_WRITE)
