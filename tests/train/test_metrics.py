@@ -11,7 +11,7 @@ from slideformer.train.metrics import MetricsFile, evaluation_metrics, lines_unt
 def test_lines_are_on_disk_at_once_and_what_is_not_finite_is_null(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("of an earlier run\n")
-    with MetricsFile(path, print) as file:
+    with MetricsFile(path) as file:
         file.write({"global_step": 1, "loss": math.nan, "grad_norm": math.inf, "epoch": 0.5})
         assert json.loads(path.read_text()) == {"global_step": 1, "loss": None, "grad_norm": None, "epoch": 0.5}
         file.write({"global_step": 2, "loss": None})
@@ -39,6 +39,6 @@ def test_a_run_that_goes_on_keeps_the_lines_up_to_its_step_as_they_are(tmp_path)
     assert lines_until(path, 2, evaluated=False).splitlines() == lines[:3]
     assert lines_until(path, 9, evaluated=True).splitlines() == lines[:5]
     assert lines_until(tmp_path / "none", 2, evaluated=True) == ""
-    with MetricsFile(path, print, kept=lines_until(path, 1, evaluated=True)) as file:
+    with MetricsFile(path, kept=lines_until(path, 1, evaluated=True)) as file:
         file.write({"global_step": 2, "loss": 0.5})
     assert path.read_text().splitlines() == [*lines[:2], '{"global_step": 2, "loss": 0.5}']

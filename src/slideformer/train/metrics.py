@@ -9,59 +9,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Callable, Mapping
-from io import FileIO
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
 
-from slideformer.model import files
+from slideformer.train.lines import LinesFile
 
 METRICS = "metrics.jsonl"
 Metrics = Mapping[str, float | int | None]
 
 
-class MetricsFile:
-    """metrics.jsonl of a run. Context manager; a line is in the file when `write` returns, on disk after `flush`.
-
-    A disk that refuses a line costs that line and not the run. Nothing is buffered, so that leaving a run whose disk
-    hangs writes nothing.
-    """
-
-    def __init__(self, path: Path, warn: Callable[[str], None], *, kept: str = "") -> None:
-        """kept: the lines to start with (see `lines_until`)."""
-        self._path, self._warn, self._kept = path, warn, kept
-        self._torn = self._told = False
-
-    def __enter__(self) -> Self:
-        files.replace_text(self._path, self._kept)
-        self._file: FileIO = open(self._path, "ab", buffering=0)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._file.close()
+class MetricsFile(LinesFile):
+    """metrics.jsonl of a run; `lines_until` gives the lines to start with."""
 
     def write(self, metrics: Metrics) -> None:
         """Append one line. Numbers that are not finite become null: JSON has no word for them."""
-        finite = {k: v if v is None or math.isfinite(v) else None for k, v in metrics.items()}
-        line = ("\n" if self._torn else "") + json.dumps(finite) + "\n"
-        try:
-            files.Summing(self._file).write(line.encode())
-            self._torn = False
-        except OSError as error:
-            self._torn = True
-            self._tell(error)
-
-    def flush(self) -> None:
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            self._tell(error)
-
-    def _tell(self, error: OSError) -> None:
-        if not self._told:
-            self._told = True
-            self._warn(f"{self._path} cannot be written ({error.strerror}): its lines are missing until there is room")
+        super().write({k: v if v is None or math.isfinite(v) else None for k, v in metrics.items()})
 
 
 def lines_until(path: Path, step: int, *, evaluated: bool) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TextIO
+from typing import Self
 
 from slideformer.config import TrainConfig
 from slideformer.data import Codec
@@ -20,6 +21,7 @@ from slideformer.engine.generation import Generation, shape_of
 from slideformer.errors import BadInput
 from slideformer.model.sampling import Sampling
 from slideformer.train.generate import Completion, completion
+from slideformer.train.lines import LinesFile
 
 FILE = "generations.jsonl"
 SHOWN = 300  # characters of a sample on the console; all of it is in the file
@@ -63,7 +65,8 @@ class Samples:
         self._every, self._path = config.generate_steps, Path(config.output_dir) / FILE
         self._engine, self._codec, self._prompts, self._kept = engine, codec, prompts, kept
         self._sampling = Sampling(max_new_tokens=config.generate_max_new_tokens, end_ids=codec.end_ids)
-        self._file: TextIO | None = None
+        self._held = ExitStack()
+        self._file: LinesFile | None = None
         self._generation: Generation | None = None
 
     def __enter__(self) -> Self:
@@ -73,15 +76,13 @@ class Samples:
             micro_tokens = options.micro_batch_size * options.max_length
             shape = shape_of(self._engine.decoder, lengths, self._sampling.max_new_tokens, micro_tokens)
             self._generation = Generation.beside(self._engine, shape)
-            self._path.write_text(self._kept, encoding="utf-8")
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file = self._held.enter_context(LinesFile(self._path, kept=self._kept))
         else:
             self._path.unlink(missing_ok=True)  # of another run
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._held.close()
 
     def due(self, step: int, *, last: bool) -> bool:
         return self._every > 0 and (last or step % self._every == 0)
@@ -102,8 +103,7 @@ class Samples:
                 "num_tokens": len(one.tokens),
                 "finish_reason": "stop" if one.stopped else "length",
             }
-            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._file.flush()
+            self._file.write(line)
         return [Sample(step, number, one) for number, one in enumerate(made, 1)]
 
 

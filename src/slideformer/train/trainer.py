@@ -153,7 +153,7 @@ class Trainer:
                 kept = lines_until(target / METRICS, start.step, evaluated=start.evaluated) if start.step else ""
                 told = lines_of_steps(target / GENERATIONS, start.step) if start.step else ""
                 with (
-                    MetricsFile(target / METRICS, console.warn, kept=kept) as file,
+                    MetricsFile(target / METRICS, kept=kept) as file,
                     Trackers(config, console.warn, first_step=start.step + 1) as trackers,
                     origin.saver(config, engine, console) as saver,
                     Samples(config, engine, prepared.codec, prepared.samples, kept=told) as samples,
