@@ -111,6 +111,14 @@ def _rate(line: Line) -> str:
         return f"{line['case']}, {line['cpu_threads']} threads: {rate}"
     if line["bench"] == "kernels":  # kernels.py has a table of its own for these
         return f"{line['case']}, {line['shape']}, {line['batch']} x {line['seq']}: {line['ms']['median']} ms"
+    if line["bench"] in ("sweep", "product"):
+        what = f"{line['bench']} {line['case']}, {line['shape']}, {line['batch']} x {line['seq']}"
+        limit = f", {line['gpu_limit_gib']:g} GiB" if line["gpu_limit_gib"] else ""
+        return f"{what}{limit}: {line['step_s']['median']:.4g} s"
+    if line["bench"] == "generate":
+        share = f"{line['ratio']} of prompts x {line['link_gbps']} GB/s / bytes of the weights"
+        shown = f"{line['case']}, {line['shape']}, {line['batch']} prompts of {line['seq']} tokens"
+        return f"{shown}: {line['tokens_per_second']} tokens/s, {share}"
     size = line.get("piece_mib") or line.get("block_mib")
     memory = {True: ", page-locked", False: ", pageable", None: ""}[line.get("pinned")]
     return f"{line['bench']} {line['case']}, {size:g} MiB{memory}: {line['gbps']} GB/s"

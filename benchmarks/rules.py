@@ -22,6 +22,8 @@ KEYS = {
     "link": [*BASE_KEYS, *"gpu_limit_gib steps step_s gbps piece_mib pinned".split()],
     "kernels": "bench run commit date command gpu torch case cpu_threads shape batch seq op impl ms peak_mib".split(),
     "disk": [*BASE_KEYS, *"gpu_limit_gib steps step_s gbps block_mib".split()],
+    "generate": [*BASE_KEYS, *"gpu_limit_gib steps step_s tokens_per_second ratio streamed_ratio link_gbps".split()]
+    + "gpu_peak_gib host_peak_gib pinned_gib busy params params_streamed new_tokens".split(),
 }
 """Keys that every line of a benchmark has, null where they do not apply."""
 
