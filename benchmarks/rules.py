@@ -21,6 +21,8 @@ KEYS = {
     "optimizer": [*BASE_KEYS, *"gpu_limit_gib steps step_s gparam_per_s gbps stream_gbps host_peak_gib".split()],
     "link": [*BASE_KEYS, *"gpu_limit_gib steps step_s gbps piece_mib pinned".split()],
     "kernels": "bench run commit date command gpu torch case cpu_threads shape batch seq op impl ms peak_mib".split(),
+    "sweep": [*BASE_KEYS, *"gpu_limit_gib steps step_s predicted_step_s plan_gib gpu_peak_gib placed options".split()],
+    "product": [*BASE_KEYS, *"gpu_limit_gib steps step_s tokens_per_second engine_tokens_per_second".split()],
     "disk": [*BASE_KEYS, *"gpu_limit_gib steps step_s gbps block_mib".split()],
     "generate": [*BASE_KEYS, *"gpu_limit_gib steps step_s tokens_per_second ratio streamed_ratio link_gbps".split()]
     + "gpu_peak_gib host_peak_gib pinned_gib busy params params_streamed new_tokens".split(),

@@ -37,7 +37,9 @@ def double(line: dict, key: str) -> None:
 
 WRONG = {
     "has no busy": lambda x: x.pop("busy"),
-    "bench is 'stop', must be one of step, optimizer, link, kernels, disk": lambda x: x.update(bench="stop"),
+    "bench is 'stop', must be one of step, optimizer, link, kernels, sweep, product, disk": lambda x: x.update(
+        bench="stop"
+    ),
     "times are not in order": lambda x: x["step_s"].update(min=2 * x["step_s"]["max"]),
     "tokens/s are not 64 tokens": lambda x: double(x, "tokens_per_second"),
     "TFLOP/s are not what the shape asks for": lambda x: double(x, "tflops"),

@@ -14,10 +14,14 @@ import torch
 import disk
 import link
 import optimizer
+import pool
+import product
 import step
 import step_kernels
+import sweep
 from report import report, sift
 from rules import name_of
+from slideformer.memory import Arena
 
 STEP = Path(__file__).parents[2] / "benchmarks" / "step.py"
 
@@ -116,6 +120,53 @@ def test_kernels_are_changed_on_one_engine_and_told_apart(monkeypatch, tmp_path,
     assert [row.split(" | ")[0] for row in capsys.readouterr().out.splitlines()[4:7]] == [
         "| all of ours", "| torch", "| all of ours",
     ]  # fmt: skip
+
+
+def test_a_sweep_tries_placements_by_hand_beside_the_automatic_one(monkeypatch, tmp_path, capsys):
+    words = "--only tiny@6 --batch 2 --seq 16 --steps 2 --device cpu --tile-numel 4096 --manual 2".split()
+    out = tmp_path / "s.jsonl"
+    monkeypatch.setattr(sys, "argv", ["sweep.py", *words, "--out", str(out)])
+    mapped = []
+    monkeypatch.setattr(pool.HostPool, "mmap", lambda p, f, n: mapped.append(n) or take(p, f, n))
+    assert sweep.main() == 0 and len(mapped) > 3
+    lines = [json.loads(text) for text in out.read_text().splitlines()]
+    assert [line["case"] for line in lines] == ["auto", "streamed, window 2", "streamed, window 3"]
+    assert [line["options"]["window"] for line in lines] == [2, 2, 3] and sift(lines)[1] == []
+    capsys.readouterr()
+    assert sweep.report(out) == 0 and report(out) == 0
+    lines[0] |= {"predicted_step_s": 1.2 * lines[0]["step_s"]["median"], "plan_gib": {"device": 9.9}}
+    lines[0]["gpu_peak_gib"], lines[0]["step_s"]["median"] = 10.0, 1.03 * lines[0]["step_s"]["median"]
+    told = [(t.value, t.met) for t in sweep.verdicts([lines[0], {**lines[0], "case": "by hand"}])]
+    assert told == [
+        (pytest.approx(0.165, abs=1e-3), False), (pytest.approx(0.99), False), (pytest.approx(0.99), True), (1.0, True),
+    ]  # fmt: skip
+
+
+take = pool.HostPool.mmap
+
+
+def test_memory_of_a_pool_is_zero_whoever_had_it_before():
+    with pool.HostPool() as held:
+        for _ in range(2):
+            held.reset(10 * pool.PAGE)
+            first, second = (Arena(5000, "a").take(5000, torch.uint8) for _ in range(2))
+            assert not first.any() and not second.any() and first.data_ptr() != second.data_ptr()
+            assert first.untyped_storage().nbytes() == 5000
+            first.fill_(7), second.fill_(9)
+        assert Arena(20 * pool.PAGE, "larger than the pool").nbytes == 20 * pool.PAGE
+
+
+def test_the_product_is_measured_beside_the_engine(monkeypatch, tmp_path, capsys):
+    words = "--device cpu --shape tiny --num-layers 2 --batch 2 --seq 16 --steps 2 --tile-numel 4096".split()
+    out = tmp_path / "p.jsonl"
+    monkeypatch.setattr(sys, "argv", ["product.py", *words, "--case", "ours-streamed:eager", "--out", str(out)])
+    assert product.main() == 0
+    (line,) = [json.loads(text) for text in out.read_text().splitlines()]
+    assert line["tokens_per_second"] == pytest.approx(32 / line["step_s"]["median"], rel=0.01)
+    assert line["max_grad_norm"] == 0.0 and line["steps"] == 2 and sift([line])[1] == []
+    ratio = line["tokens_per_second"] / line["engine_tokens_per_second"]
+    assert f"train's tokens/s over the engine's alone: {ratio:.3f}, at least 0.97" in capsys.readouterr().out
+    assert report(out) == 0
 
 
 def decoder_of(engine):
