@@ -7,16 +7,21 @@ from itertools import combinations
 import pytest
 import torch
 
-from engine.toys import EAGER, engine_on, repeated, run_engine, run_sequential, toy_batch, toy_decoder, toy_options
+from engine.toys import (
+    EAGER,
+    engine_on,
+    on_disk,
+    repeated,
+    run_engine,
+    run_sequential,
+    toy_batch,
+    toy_decoder,
+    toy_options,
+)
 from slideformer.device.cpu import CpuDevice
 from slideformer.engine.options import CONTENTS
 
 EVERY = [c for n in range(1, 5) for c in combinations(CONTENTS, n)]
-
-
-def on_disk(decoder, contents=CONTENTS, units=None) -> tuple[tuple[str, int], ...]:
-    chosen = range(len(decoder.layout.units)) if units is None else units
-    return tuple((content, unit) for content in contents for unit in chosen)
 
 
 def same_as_sequential(decoder, folder, *, micro_batches: int = 1, **changes) -> None:

@@ -30,6 +30,7 @@ from engine.trouble import (
 from slideformer.device import LaneFailure
 from slideformer.engine import Engine
 from slideformer.schedule import LaneName, OpKind
+from slideformer.schedule.ops import DISK_LANES
 
 
 def training_kinds() -> list[tuple[str, OpKind]]:
@@ -130,9 +131,10 @@ def test_a_failure_is_heard_while_another_lane_is_stuck_for_long(waiting):
 
 @pytest.mark.parametrize("lane", LaneName)
 def test_a_lane_that_is_slow_is_not_a_failure(lane):
-    plan = plan_of("eager", STEP)
+    program = "disk" if lane in DISK_LANES else "eager"
+    plan = plan_of(program, STEP)
     index = next(i for i, op in enumerate(plan.ops) if op.lane is lane)
-    options, steps = toy_options(**SETTINGS["eager"]), [(tiny_batch(2), LR)] * 2
+    options, steps = toy_options(**SETTINGS[program]), [(tiny_batch(2), LR)] * 2
     device = HookedDevice(before=lambda number: time.sleep(0.3 if number == index else 0.0))
     with engine_on(decoder(), options, device) as engine:
         write_weights(engine.layout, engine)

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from engine.toys import (
+    DISK_DIR,
     EAGER,
     LR,
     engine_on,
+    on_disk,
     plans_of,
     tiny_batch,
     tiny_decoder,
@@ -36,6 +38,18 @@ SETTINGS = {
     "sliced head": (
         dict(family="llama", tied=True, dtype=torch.bfloat16, tile=3000),
         {**EAGER, **SPILLING, "sliced_head": True},
+    ),
+    "disk": (
+        dict(family="llama", tied=False, dtype=torch.float32),
+        {
+            **EAGER,
+            **SPILLING,
+            "disk": on_disk(toy_decoder(tied=False)),
+            "disk_ring": 1,
+            "saved_on_host": 0,
+            "saved_on_device": 0,
+            "offload_dir": DISK_DIR,
+        },
     ),
     "resident": (
         dict(family="llama", tied=True, dtype=torch.bfloat16),

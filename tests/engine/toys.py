@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig
@@ -17,6 +20,7 @@ from families import FAMILIES, VOCAB
 from slideformer.data.batches import MicroBatch
 from slideformer.device.cpu import CpuDevice, CpuLane
 from slideformer.engine import Engine, EngineOptions
+from slideformer.engine.options import CONTENTS
 from slideformer.layout import Layout
 from slideformer.model.decoder import Decoder
 from slideformer.schedule import Plan, build_evaluation, build_step
@@ -26,6 +30,8 @@ LR = 1.3e-2
 EAGER = {"update": "eager", "max_grad_norm": 0.0}
 DEFERRED = {"update": "deferred", "max_grad_norm": 0.5}  # gradients of the toys have norms of 3 to 6, so this clips
 TINY_VOCAB = 37
+DISK_DIR = str(Path(tempfile.gettempdir()) / f"slideformer-tests-{os.getpid()}")
+"""For one engine at a time: each takes the folder away when it closes."""
 
 Step = tuple[Sequence[MicroBatch], float]
 
@@ -130,6 +136,14 @@ def state_hashes(owner: Engine | Sequential) -> dict[str, str]:
             content = tensor.contiguous().view(torch.uint8).numpy().tobytes()
             hashes[f"{unit.name} {name}"] = hashlib.blake2b(content, digest_size=8).hexdigest()
     return hashes
+
+
+def on_disk(
+    decoder: Decoder, contents: Sequence[str] = CONTENTS, units: Iterable[int] | None = None
+) -> tuple[tuple[str, int], ...]:
+    """Pairs for EngineOptions.disk. units: all of them, if not said otherwise."""
+    chosen = range(len(decoder.layout.units)) if units is None else units
+    return tuple((content, unit) for content in contents for unit in chosen)
 
 
 def run_sequential(decoder: Decoder, options: EngineOptions, steps: Sequence[Step], *, seed: int = 0) -> Outcome:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.toys import DEFERRED, EAGER, LR, plans_of, tiny_batch, tiny_decoder, toy_options
+from engine.toys import DEFERRED, DISK_DIR, EAGER, LR, on_disk, plans_of, tiny_batch, tiny_decoder, toy_options
 from slideformer.engine import Engine
 from slideformer.schedule import OpKind, Plan
 
@@ -14,6 +14,15 @@ SETTINGS = {
     "deferred": {**DEFERRED, **SPILLING},
     "ahead": {**DEFERRED, **SPILLING, "max_grad_norm": 100.0, "ahead": (0, 1, 2)},
     "sliced head": {**EAGER, **SPILLING, "sliced_head": True},
+    "disk": {
+        **EAGER,
+        **SPILLING,
+        "disk": on_disk(tiny_decoder(blocks=2)),
+        "disk_ring": 1,
+        "saved_on_host": 0,
+        "saved_on_device": 0,
+        "offload_dir": DISK_DIR,
+    },
     "resident": {**DEFERRED, **SPILLING, "resident": (0, 1, 2, 3), "keep": (1,)},
 }
 STEP, EVALUATION = 0, 1

@@ -44,8 +44,8 @@ class Reach:
 
     def staged(self) -> list[tuple[StoredTile, torch.Tensor]]:
         """Of an op between disk and host: each tile in a file, and the memory that it is staged in."""
-        roles = [role for role in self._held if f"staged_{role}" in self._held]
-        return [(self.stored(role), self[f"staged_{role}"]) for role in roles]
+        names = dict.fromkeys(role.removeprefix("staged_") for role in self._held)
+        return [(self.stored(name), self[f"staged_{name}"]) for name in names]
 
     def twin(self, role: str) -> Twin:
         (held,) = self._held[role]
