@@ -40,7 +40,8 @@ def main() -> int:
             failed.append(name)
             status = ended if status in (0, ended) else 1
     if args.out and Path(args.out).exists():
-        call([sys.executable, str(Path(__file__).parent / "report.py"), args.out, "--run", run], None)
+        command = [sys.executable, str(Path(__file__).parent / "report.py"), args.out, "--run", run]
+        call([*command, *["--targets"] * args.watch], None)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return status
@@ -67,6 +68,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=3, help="of ours")
     parser.add_argument("--tile-numel", type=int, default=16 << 20, help="of ours")
     parser.add_argument("--engine", nargs="+", default=[], metavar="KEY=VALUE", help="further EngineOptions of ours")
+    parser.add_argument(
+        "--watch", action="store_true", help="50 steps; the report says what has changed since the third"
+    )
     parser.add_argument("--trace", help="folder for a Chrome trace and a text timeline of one step of ours")
     parser.add_argument("--megatrain", help="folder of a checkout of MegaTrain")
     parser.add_argument("--cases", nargs="+", default=["stock-fwd-bwd", "ours-streamed:eager"])
@@ -79,6 +83,8 @@ def parse() -> argparse.Namespace:
     for name in args.cases:
         if name not in BESIDE:
             parse_case(name)
+    if args.watch:
+        args.warmup, args.steps = 2, 48
     if args.warmup < 1 or args.steps < 1:
         parser.error(f"--warmup is {args.warmup} and --steps {args.steps}, must be at least 1 each")
     if args.batch % args.micro_batches:

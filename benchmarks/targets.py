@@ -10,6 +10,10 @@ from rules import Line, name_of
 
 SHAPE, SEQ = "llama-3.2-3b", 1024
 HOST_NBYTES, DRAM_NBYTES, SPARE_GIB = 12.0, 32.0, 1.0
+WATCHED_STEPS = 20
+"""A run of so many shows whether anything grows."""
+RSS_MIB = 16.0
+"""What lists of losses and the interpreter's own memory may come to; 5 MiB were seen in 30 steps (H200, 2026-11-30)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,9 @@ def targets(lines: Sequence[Line]) -> Iterator[Target]:
     if first is None:
         return
     yield from _memory(steps)
+    for name, line in steps.items():
+        if line.get("steady") and line["steps"] >= WATCHED_STEPS:
+            yield from _steady(name, line)
     for name, line in steps.items():
         if line["predicted_step_s"]:
             off = abs(line["predicted_step_s"] / _s(line) - 1)
@@ -99,6 +106,18 @@ def _small_batch(steps: dict[str, Line], rate: Line | None) -> Iterator[Target]:
     if line is not None and rate is not None:
         bound_s = DRAM_NBYTES * line["params"] / (rate["stream_gbps"] * 1e9)
         yield Target("ours-streamed:eager over 32 B a parameter at the stream loop's rate", _s(line) / bound_s, 1.10)
+
+
+def _steady(name: str, line: Line) -> Iterator[Target]:
+    """From the third step to the last."""
+    grown = {key: most - least for key, (least, most) in line["steady"].items()}
+    for key in ("slots", "pinned", "segments", "reserved"):
+        if key in grown:
+            yield Target(f"{name}, change of {key} in {line['steps']} steps", float(grown[key] != 0), 0.0)
+    yield Target(f"{name}, MiB by which resident host memory changes", grown["rss_mib"], RSS_MIB)
+    if "device_used" in line["steady"] and line["gpu_limit_gib"]:
+        used = line["steady"]["device_used"][1] / 2**30 - line["context_gib"]
+        yield Target(f"{name}, GiB of the GPU used above the context over the limit", used / line["gpu_limit_gib"], 1.0)
 
 
 def _memory(steps: dict[str, Line]) -> Iterator[Target]:

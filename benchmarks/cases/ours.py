@@ -61,7 +61,7 @@ def measure(settings: Settings) -> dict[str, object]:
             torch.cuda.set_per_process_memory_fraction(settings.gpu_limit_gib * GIB / total)
         square = torch.zeros(512, 512, device=device.torch_device)
         (square @ square).sum().item()  # the context and the matrix library are not ours to count
-        host_before = host_peak_gib()
+        host_before, context_gib = host_peak_gib(), round(device_used() / GIB, 3)
         kernels, *without = settings.kernels.split("-")
         decoder = Decoder(
             config,
@@ -80,7 +80,8 @@ def measure(settings: Settings) -> dict[str, object]:
                 torch.cuda.reset_peak_memory_stats()
             ready_s = round(time.perf_counter() - began, 1)
             measured = _steps(engine, device, settings)
-        return {**measured, "kernels": decoder.kernels, "host_before_gib": host_before, "ready_s": ready_s}
+        before = {"host_before_gib": host_before, "context_gib": context_gib}
+        return {**measured, **before, "kernels": decoder.kernels, "ready_s": ready_s}
 
 
 def _fill(engine: Engine, device: Device) -> None:
@@ -201,11 +202,18 @@ def _marks(engine: Engine, device: Device) -> dict[str, int]:
     }
     if device.kind == "cuda":
         stats = torch.cuda.memory_stats()
-        free, total = torch.cuda.mem_get_info()
         marks["segments"] = stats["segment.all.current"]
         marks["reserved"] = stats["reserved_bytes.all.current"]
-        marks["device_used"] = total - free
+        marks["device_used"] = device_used()
     return marks
+
+
+def device_used() -> int:
+    """Bytes of the GPU that are not free, whoever has them."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def _range(marks: list[dict[str, int]]) -> dict[str, list[int]]:

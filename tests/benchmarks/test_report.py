@@ -138,3 +138,17 @@ def test_targets_are_ratios_within_the_call():
     host = found["ours-streamed:eager, host GiB over 12 B a parameter + 1 GiB"]
     assert host.value == pytest.approx(39.0 / (12 * 3_212_749_824 / 2**30 + 1)) and not host.met
     assert "MISSED" in str(host) and "at most 1" in str(host)
+
+
+def test_what_changes_in_a_long_run_is_told():
+    steady = {"slots": [5, 5], "pinned": [7, 7], "rss_mib": [100, 117], "segments": [3, 4], "reserved": [9, 9]}
+    steady["device_used"] = [24 * 2**30, int(24.6 * 2**30)]
+    more = {"update": "eager", "gpu_limit_gib": 24.0, "context_gib": 0.5, "host_before_gib": 1.0, "steps": 48}
+    more["options"] = {"saved_on_device": None}
+    line = large("ours-streamed", 1.4, steady=steady, **more)
+    found = [
+        (target.value, target.met) for target in targets([line]) if "change" in target.text or "GPU" in target.text
+    ]
+    assert found == [(0, True), (0, True), (1, False), (0, True), (17, False), (pytest.approx(24.1 / 24), False)]
+    short = [target.text for target in targets([line | {"steps": 6}])]
+    assert not [text for text in short if "change" in text]
