@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -68,3 +71,17 @@ class Deadly:
 def test_a_process_that_dies_is_told_with_what_mostly_is_the_reason() -> None:
     with pytest.raises(RunFailed, match="has died: if memory is short, lower dataset_num_proc; .*__main__"):
         list(workers.encode_all([RawRow("a", 1, {})], Deadly(), num_proc=2))
+
+
+class SignalMask:
+    """Becomes, in the process that receives it, the signals that are blocked there."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return signal.pthread_sigmask, (signal.SIG_BLOCK, ())
+
+
+def test_ctrl_c_is_for_the_process_that_the_others_work_for() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    (blocked,) = workers.encode_all([SignalMask()], SimpleNamespace(encode=itemgetter(0)), num_proc=2)
+    assert signal.SIGINT in blocked
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -130,13 +131,23 @@ def _in_order(groups: Iterator[Sequence[RawRow]], pool: ProcessPoolExecutor, ahe
             break
         if group is None:
             break
-        waiting.append(pool.submit(_encode, group))
+        waiting.append(_submitted(pool, group))
         if len(waiting) > ahead:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
     if trouble is not None:
         raise trouble
+
+
+def _submitted(pool: ProcessPoolExecutor, group: Sequence[RawRow]) -> Future[Chunk]:
+    """The first one starts the processes, which inherit that Ctrl-C is blocked: a terminal sends it to all of them, and
+    it is for this one to answer."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return pool.submit(_encode, group)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # in the other processes
