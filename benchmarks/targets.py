@@ -10,6 +10,8 @@ from rules import Line, name_of
 
 SHAPE, SEQ = "llama-3.2-3b", 1024
 HOST_NBYTES, DRAM_NBYTES, SPARE_GIB = 12.0, 32.0, 1.0
+PLANNED_OVER, PLANNED_GIB = 1.05, 1.0
+"""Of a tier of which at least so much is planned: Python and libraries take some of the host whatever is planned."""
 WATCHED_STEPS = 20
 """A run of so many shows whether anything grows."""
 RSS_MIB = 16.0
@@ -51,6 +53,8 @@ def targets(lines: Sequence[Line]) -> Iterator[Target]:
         return
     yield from _memory(steps)
     for name, line in steps.items():
+        if line.get("plan_gib") and line["gpu_peak_gib"]:
+            yield from _planned(name, line)
         if line.get("steady") and line["steps"] >= WATCHED_STEPS:
             yield from _steady(name, line)
     for name, line in steps.items():
@@ -106,6 +110,20 @@ def _small_batch(steps: dict[str, Line], rate: Line | None) -> Iterator[Target]:
     if line is not None and rate is not None:
         bound_s = DRAM_NBYTES * line["params"] / (rate["stream_gbps"] * 1e9)
         yield Target("ours-streamed:eager over 32 B a parameter at the stream loop's rate", _s(line) / bound_s, 1.10)
+
+
+def _planned(name: str, line: Line) -> Iterator[Target]:
+    """Bytes of the plan over measured ones: no fewer, and not many more."""
+    plan = line["plan_gib"]
+    tiers = {
+        "device": (plan["device"], line["gpu_peak_gib"]),
+        "host": (plan["host_state"] + plan["host_buffers"], line["host_peak_gib"] - line["host_before_gib"]),
+    }
+    for tier, (planned, measured) in tiers.items():
+        if planned >= PLANNED_GIB:
+            text = f"{name}, planned bytes of the {tier} over measured ones"
+            yield Target(text, planned / measured, 1.0, least=True)
+            yield Target(text, planned / measured, PLANNED_OVER)
 
 
 def _steady(name: str, line: Line) -> Iterator[Target]:

@@ -152,3 +152,12 @@ def test_what_changes_in_a_long_run_is_told():
     assert found == [(0, True), (0, True), (1, False), (0, True), (17, False), (pytest.approx(24.1 / 24), False)]
     short = [target.text for target in targets([line | {"steps": 6}])]
     assert not [text for text in short if "change" in text]
+
+
+def test_bytes_are_planned_and_not_fewer_than_measured():
+    plan = {"device": 11.9, "host_state": 40.0, "host_buffers": 1.0}
+    ours = {"update": "eager", "host_before_gib": 1.0, "options": {"saved_on_device": None}, "plan_gib": plan}
+    line = large("ours-streamed", 1.4, **ours)
+    found = [(target.value, target.met) for target in targets([line]) if "planned bytes" in target.text]
+    device, host = pytest.approx(11.9 / 12), pytest.approx(41 / 39)
+    assert found == [(device, False), (device, True), (host, True), (host, False)]
