@@ -5,6 +5,10 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -28,7 +32,7 @@ constexpr uint64_t mixed(uint64_t x) {
 }
 
 struct Keys {
-    uint64_t words[kWords];
+    alignas(64) uint64_t words[kWords];
 };
 
 constexpr Keys make_keys() {
@@ -39,10 +43,34 @@ constexpr Keys make_keys() {
 
 constexpr Keys kKeys = make_keys();
 
-// 15 GB/s on one core while the page is in its cache, 5 while it is not (Sapphire Rapids, GCC 12, 2026-11-30).
+// What has just come from a disk, or goes there, is in no cache: fetched a page ahead, 6.8 GB/s on one core where the
+// loop alone makes 3.3, and 35 in the cache (SSE2; scalar 2.7 and 16; Sapphire Rapids, GCC 12, 2026-11-30).
+constexpr int64_t kAhead = kPage;
+
+#if defined(__SSE2__)
+
+uint64_t page_sum(const char* page) {
+    __m128i sums[4] = {};
+    for (int64_t at = 0; at < kPage; at += 64) {
+        __builtin_prefetch(page + at + kAhead);
+        for (int64_t i = 0; i < 4; ++i) {
+            const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(page + at) + i);
+            const __m128i keys = _mm_load_si128(reinterpret_cast<const __m128i*>(kKeys.words + at / 8) + i);
+            const __m128i keyed = _mm_add_epi32(words, keys);
+            const __m128i products = _mm_mul_epu32(keyed, _mm_srli_epi64(keyed, 32));
+            sums[i] = _mm_add_epi64(sums[i], _mm_add_epi64(words, products));
+        }
+    }
+    const __m128i sum = _mm_add_epi64(_mm_add_epi64(sums[0], sums[1]), _mm_add_epi64(sums[2], sums[3]));
+    return uint64_t(_mm_cvtsi128_si64(sum)) + uint64_t(_mm_cvtsi128_si64(_mm_unpackhi_epi64(sum, sum)));
+}
+
+#else
+
 uint64_t page_sum(const char* page) {
     uint64_t sum = 0;
     for (int64_t i = 0; i < kWords; ++i) {
+        if (i % 8 == 0) __builtin_prefetch(page + 8 * i + kAhead);
         uint64_t word;
         std::memcpy(&word, page + 8 * i, 8);
         const uint32_t low = uint32_t(word) + uint32_t(kKeys.words[i]);
@@ -51,6 +79,8 @@ uint64_t page_sum(const char* page) {
     }
     return sum;
 }
+
+#endif
 
 int64_t padded(int64_t nbytes) { return (nbytes + kPage - 1) / kPage * kPage; }
 
