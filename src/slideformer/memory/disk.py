@@ -63,9 +63,9 @@ class DiskFolder:
 
     def __init__(self, path: Path, *, keep: bool = False, threads: int = 8, block_nbytes: int = 1 << 20) -> None:
         """path: is made, or is an empty folder. keep: its files stay when it is closed. threads: blocks under way.
-        block_nbytes: an extent's end leaves threads idle for a block's time, and small blocks cost system calls: extents
-        of 16 MiB are read and written at 1.5 and 2.0 GB/s with 1 MiB, 1.3 and 1.7 with 4 (2-core Sapphire Rapids,
-        2026-11-30).
+        block_nbytes: an extent's end leaves threads idle for a block's time, and small blocks cost system calls.
+        Extents of 16 MiB are read and written at 1.5 and 2.0 GB/s with 1 MiB, 1.3 and 1.7 with 4 (2-core Sapphire
+        Rapids, 2026-11-30).
 
         Raises BadInput where the folder cannot be made or written to, or is somebody else's.
         """
