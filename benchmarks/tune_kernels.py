@@ -1,6 +1,6 @@
 """Which launch shape of each memory-bound kernel is fastest on this GPU? Its answers are the constants in `kernels/`.
 
-    python benchmarks/tune_kernels.py [--only rms_norm,rotary,glu,loss] [--widths 3072,4096,2048,128] [--top 4]
+    python benchmarks/tune_kernels.py [--only rms_norm,rotary,glu,softmax,loss] [--widths 3072,4096,2048,128] [--top 4]
 
 Every variant runs on 2^20 x 96 elements (bf16; the loss on 16,384 tokens), forward and backward apart, next to a plain
 copy: a line says milliseconds and the share of the copy's bandwidth. Compiling takes most of the time, so it is done by
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from kernels import WARMUP, Clock, limits
-from slideformer.kernels import glu, linear_cross_entropy, rms_norm, rotary
+from slideformer.kernels import glu, linear_cross_entropy, rms_norm, rotary, softmax_gradient
 from slideformer.kernels.rms_norm import Launch
 
 STAGES = (2, 3)
-ELEMENTWISE = ("rms_norm", "rotary", "glu")
+ELEMENTWISE = ("rms_norm", "rotary", "glu", "softmax")
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,14 @@ def glu_variants(place: Place, width: int) -> Iterator[Variant]:
         yield Variant(f"glu backward, {width}", constants, back, 5 * gate.nbytes, glu)
 
 
+def softmax_variants(place: Place, rows: int, vocab: int) -> Iterator[Variant]:
+    z, labels = place.randn(rows, vocab), torch.arange(rows, device=place.device) % vocab
+    work = partial(softmax_gradient.softmax_gradient_, z, labels, scale=1.0, softcap=None, factor=1.0)
+    for block, num_warps in itertools.product((4096, 8192, 16384, 32768), (8, 16, 32)):
+        constants = {"MAX_BLOCK": block, "NUM_WARPS": num_warps}
+        yield Variant(f"softmax gradient, {rows} x {vocab}", constants, work, 3 * z.nbytes, softmax_gradient)
+
+
 def loss_variants(place: Place, vocab: int, width: int, tokens: int = 16384) -> Iterator[Variant]:
     hidden, weight, labels = (
         place.randn(tokens, width),
@@ -161,6 +169,8 @@ def groups(args: argparse.Namespace, only: list[str]) -> Iterator[Callable[[], I
         yield from (partial(rotary_variants, place, heads, 8) for heads in (24, 32))
     if "glu" in only:
         yield from (partial(glu_variants, place, width) for width in (8192, 12288) if width <= place.numel)
+    if "softmax" in only:
+        yield partial(softmax_variants, place, *((2048, 128256) if place.device.type != "cpu" else (4, 5000)))
     if "loss" in only:
         yield partial(loss_variants, place, *((128256, 3072) if place.device.type != "cpu" else (64, 32, 16)))
 
