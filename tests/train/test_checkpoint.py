@@ -22,6 +22,7 @@ from engine.toys import (
     LR,
     HookedDevice,
     engine_on,
+    on_disk,
     state_hashes,
     tiny_batch,
     tiny_decoder,
@@ -32,6 +33,7 @@ from slideformer.data import Batches, load_dataset, load_tokenizer
 from slideformer.device import LaneFailure, open_device
 from slideformer.device.cpu import CpuDevice
 from slideformer.engine import Engine
+from slideformer.engine.options import CONTENTS
 from slideformer.errors import BadInput, DoesNotFit, RunFailed
 from slideformer.model import files
 from slideformer.train import checkpoint, retention
@@ -94,6 +96,37 @@ def test_what_is_loaded_is_what_was_saved_and_trains_on_the_same(tmp_path, dtype
         assert second.num_updates == 3
         second.step(tiny_batch(seed=3), lr=LR).wait()
         assert state_hashes(second) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("contents", [("exp_avg", "exp_avg_sq"), CONTENTS], ids=["moments", "everything"])
+@pytest.mark.parametrize("program", [EAGER, DEFERRED], ids=["eager", "deferred"])
+def test_state_on_disk_is_saved_and_loaded_as_any_and_goes_on_elsewhere(tmp_path, dtype, contents, program) -> None:
+    frozen = (r"layers\.1\.mlp",)
+    disk = on_disk(tiny_decoder(dtype=dtype, blocks=2, frozen=frozen), contents)
+    stored = {"disk": disk, "offload_dir": str(tmp_path / "disk"), **program}
+    with (
+        opened(dtype, frozen=frozen, **program) as on_host,
+        opened(dtype, frozen=frozen, tile=333, **stored) as in_files,
+    ):
+        folders = []
+        for engine, name in ((on_host, "a"), (in_files, "b")):
+            (tmp_path / name).mkdir()
+            for seed in range(3):
+                engine.step(tiny_batch(seed=seed), lr=LR).wait()
+            folders.append(checkpoint.write(tmp_path / name, record(3), engine))
+        assert in_files.folder.writes.nbytes > 0
+        for file in folders[0].glob("*.safetensors"):
+            assert file.read_bytes() == (folders[1] / file.name).read_bytes(), file.name
+        saved = state_hashes(on_host)
+        hashes = []
+        for engine, folder in ((on_host, folders[1]), (in_files, folders[0])):  # each goes on from the other's
+            engine.step(tiny_batch(seed=9), lr=LR).wait()
+            open_checkpoint(folder).load(engine)
+            assert state_hashes(engine) == saved
+            engine.step(tiny_batch(seed=3), lr=LR).wait()
+            hashes.append(state_hashes(engine))
+        assert hashes[0] == hashes[1]
 
 
 def test_files_are_safetensors_by_the_parameters_names(engine, tmp_path) -> None:

@@ -14,12 +14,14 @@ from engine.toys import (
     EAGER,
     LR,
     engine_on,
+    on_disk,
     state_hashes,
     tiny_batch,
     tiny_decoder,
     toy_options,
     write_weights,
 )
+from slideformer.engine.options import CONTENTS
 from slideformer.errors import RunFailed
 from slideformer.model import files
 from slideformer.train import checkpoint, trainer
@@ -35,6 +37,8 @@ OPTIONS = {
     "ahead": {**DEFERRED, "max_grad_norm": 100.0, "ahead": (0, 1, 2)},
     "ahead and clipped": {**DEFERRED, "ahead": (1, 2)},
     "resident": {**DEFERRED, "resident": (2, 3)},
+    "moments on disk": {**EAGER, "disk": ("exp_avg", "exp_avg_sq")},
+    "all on disk, clipped": {**DEFERRED, "disk": CONTENTS},
 }
 
 
@@ -69,6 +73,8 @@ def test_units_are_copied_after_their_update_and_before_the_next(tmp_path, monke
     def decoder():
         return tiny_decoder(tied=tied)
 
+    if contents := options.get("disk"):
+        options = {**options, "disk": on_disk(decoder(), contents), "offload_dir": str(tmp_path / "disk")}
     done = Progress(step=2, num_updates=2, evaluated=True)
     with engine_on(decoder(), toy_options(**options)) as engine:
         two_steps(engine)
