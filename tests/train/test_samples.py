@@ -16,7 +16,7 @@ from slideformer.model.sampling import Sampling
 from slideformer.train.console import PlainConsole
 from slideformer.train.generate import GenerateRequest, open_generator
 from slideformer.train.samples import lines_of_steps
-from slideformer.train.trainer import train
+from slideformer.train.trainer import Trainer, train
 from train.test_trainer import read_metrics
 
 PROMPTS = ("3+4", "a longer prompt than that")
@@ -107,3 +107,24 @@ def test_a_cpu_has_no_mfu(config_for) -> None:
     config = config_for(max_steps=1)
     run(config)
     assert "mfu" not in read_metrics(config)[0] and read_metrics(config)[0]["tflops"] > 0
+
+
+def test_a_trainer_generates_before_and_after_training(config_for) -> None:
+    config = config_for(max_steps=3, learning_rate=0.05)
+    sampling = Sampling(max_new_tokens=5)
+    with Trainer(args=config, console=PlainConsole(io.StringIO())) as trainer:
+        before = trainer.generate(["3+4", [{"role": "user", "content": "3+4"}]], sampling)
+        assert before[0].tokens == before[1].tokens and 1 <= len(before[0].tokens) <= 5
+        trainer.train()
+        after = trainer.generate(["3+4"], sampling)
+    request = GenerateRequest(Path(config.output_dir), GenerationOptions(cpu_threads=1), device="cpu")
+    with open_generator(request, ["3+4"], 5) as generator:
+        saved, _ = generator.run(Sampling(max_new_tokens=5, end_ids=generator.codec.end_ids))
+    assert after[0].tokens == saved[0].tokens != before[0].tokens
+
+
+def test_what_samples_take_is_in_the_plan_of_the_memory(config_for) -> None:
+    with Trainer(args=config_for(**FIELDS), console=PlainConsole(io.StringIO())) as trainer:
+        trainer.train()
+        assert trainer._engine.budget.host["samples"] > 0
+        assert trainer._engine.budget.device["samples"] > 0

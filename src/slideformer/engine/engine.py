@@ -22,6 +22,7 @@ from slideformer.engine.costs import Costs, cost_of
 from slideformer.engine.executor import Executor, writes_state
 from slideformer.engine.feed import Feed, build_feed
 from slideformer.engine.fit import listed, require_fit
+from slideformer.engine.generation import Generated, Generation, Told, shape_of
 from slideformer.engine.host_actions import HostActions
 from slideformer.engine.options import EngineOptions
 from slideformer.engine.placement import Room, place
@@ -30,10 +31,10 @@ from slideformer.engine.resident import ResidentUpdates
 from slideformer.engine.run import Run, StepResult
 from slideformer.engine.sliced_head import SlicedHeadActions
 from slideformer.errors import BadInput, RunFailed
-from slideformer.layout import UnitKind
 from slideformer.memory import Budget, DiskFolder, State, allocate
 from slideformer.memory.state import PlaneName
 from slideformer.model.decoder import Decoder
+from slideformer.model.sampling import Sampling
 from slideformer.native import HostKernels, available_cpus, load
 from slideformer.schedule import Op, Plan, build_evaluation, build_step, prove, simulate
 
@@ -57,7 +58,6 @@ class Engine:
         self.decoder, self.device, self.options = decoder, device, options
         self.layout = decoder.layout
         self._shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
-        self._num_positions = _num_positions(decoder)
         self._closed = False
         self.costs: Costs | None = None
         self.predicted_step_s: float | None = None
@@ -99,6 +99,7 @@ class Engine:
         device_actions |= SlicedHeadActions(decoder).table()
         actions = {**device_actions, **self._host.table()}
         self.executor = Executor(device, buffers, actions)
+        self._generation: Generation | None = None
 
     def _settle(self) -> None:
         """Decide what is left to be decided: on a device of its own by its memory and short measurements, on the CPU
@@ -233,6 +234,19 @@ class Engine:
         result = self._submit(self._plan(trains=False, micro_batches=len(batch)), Run(feed, 0.0, trains=False))
         return result.loss * feed.num_target_tokens, feed.num_target_tokens
 
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, told: Told = lambda _: None) -> Generated:
+        """New tokens for every prompt (token ids) with the weights as they are; blocks, and waits for steps under way.
+
+        told: hears of each pass. Keys and values lie on the host, in memory that stays for calls that need no more.
+        Raises BadInput, DoesNotFit, LaneFailure, and RunFailed as `read` does.
+        """
+        self._require_whole()
+        lengths = [len(prompt) for prompt in prompts]
+        shape = shape_of(self.decoder, lengths, sampling.max_new_tokens, self._shape.micro_tokens)
+        if self._generation is None or not self._generation.shape.covers(shape):
+            self._generation = Generation.beside(self, shape)
+        return self._generation.run(prompts, sampling, told)
+
     def _feed(self, batch: Sequence[MicroBatch]) -> Feed:
         return build_feed(
             batch,
@@ -240,7 +254,7 @@ class Engine:
             self.layout,
             self.decoder.padding_idx,
             self.device.stage,
-            num_positions=self._num_positions,
+            num_positions=self.decoder.num_positions,
         )
 
     def _submit(self, plan: Plan, run: Run) -> StepResult:
@@ -289,14 +303,6 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _num_positions(decoder: Decoder) -> int | None:
-    """Positions of a learned table (GPT-2; two more rows in OPT); None where positions are computed."""
-    glue = decoder.layout.find(UnitKind.GLUE)
-    most = getattr(decoder.config, "max_position_embeddings", None)
-    params = () if glue is None or most is None else decoder.layout.units[glue].params
-    return most if any(p.shape[0] in (most, most + 2) for p in params if len(p.shape) == 2) else None
 
 
 def _update_threads(device: Device) -> int:

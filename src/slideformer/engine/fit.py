@@ -44,6 +44,9 @@ def budget_of(
     host's memory: `.on_one_tier()`.
     """
     found = budget(listed(layout, options, dtype), layout, options.batch_shape(hidden_size, dtype))
+    for terms, nbytes in zip((found.device, found.host), options.beside_nbytes, strict=True):
+        if nbytes:
+            terms["samples"] = nbytes
     if costs is not None:
         of_block = dict(zip(layout.blocks, costs.blocks, strict=True))
         kept = () if options.keep == "auto" else options.keep

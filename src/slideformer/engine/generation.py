@@ -22,7 +22,7 @@ from slideformer.engine.sequences import PassRun, Row, Sequences, pass_run, rows
 from slideformer.errors import BadInput, RunFailed
 from slideformer.layout import Layout
 from slideformer.memory import Cell, State
-from slideformer.memory.buffers import Need, make
+from slideformer.memory.buffers import Need, Tier, make
 from slideformer.memory.passes import PassShape, pass_needs
 from slideformer.model.decoder import Decoder
 from slideformer.model.sampling import Chooser, Sampling
@@ -115,12 +115,19 @@ def pass_options(shape: PassShape, layout: Layout, *, window: int = 2, resident:
     )
 
 
+def beside_nbytes(layout: Layout, shape: PassShape) -> tuple[int, int]:
+    """What `Generation.beside` takes on the device and on the host."""
+    needed = pass_needs(listed_passes(layout, pass_options(shape, layout)), layout, shape)
+    own = [need for buffer, need in needed.items() if buffer.place not in SHARED]
+    return tuple(sum(n.nbytes for n in own if n.tier is tier) for tier in (Tier.DEVICE, Tier.LOCKED))
+
+
 def beside_options(step: StepOptions, layout: Layout, shape: PassShape) -> PassOptions:
     """Passes on what lies where a training step has it."""
     of_step = {f.name: getattr(step, f.name) for f in fields(step)}
     own = pass_options(shape, layout, window=step.window)
     of_passes = ("micro_batches", "hidden_pool", "hidden_ring", "fp32_compute", "first", "cached_on_device")
-    training = {"ahead": (), "late": (), "keep": (), "update": Update.EAGER}
+    training = {"ahead": (), "late": (), "keep": (), "update": Update.EAGER, "saved_on_host": None}
     return PassOptions(**{**of_step, **training, **{name: getattr(own, name) for name in of_passes}})
 
 
@@ -139,7 +146,7 @@ class Generation:
     ) -> None:
         """lent: buffers of SHARED places that are there already. Raises DoesNotFit."""
         self.decoder, self.device, self.layout, self.shape = decoder, device, state.layout, shape
-        self._options = options
+        self._state, self._options = state, options
         self._plans: dict[tuple[int, bool], Plan] = {}
         needed = pass_needs(listed_passes(self.layout, options), self.layout, shape)
         own: dict[Buffer, Need] = {b: n for b, n in needed.items() if b not in lent}
@@ -160,6 +167,7 @@ class Generation:
         """New tokens for every prompt; blocks. Raises BadInput for prompts that do not fit, LaneFailure."""
         rows = rows_of(prompts, self.decoder.vocab_size)
         self._check(rows, sampling)
+        self._state.flush()
         chooser = Chooser(sampling, self.device.torch_device)
         clock = _Clock()
         # of like lengths together, so that little is padding

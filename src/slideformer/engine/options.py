@@ -37,7 +37,7 @@ class EngineOptions:
     in backward. disk: (content, unit) pairs that are in files of the folder offload_dir, a content being weight,
     residual, exp_avg or exp_avg_sq. saved_on_host: hidden states beyond those on the device that the host takes; the
     others go to files (None: it takes all). disk_ring: tiles in each ring between disk and host. keep_offload_dir: the
-    files stay at the end.
+    files stay at the end. beside_nbytes: what else will be taken beside the engine, on the device and on the host.
     """
 
     micro_batch_size: int = 1
@@ -69,6 +69,7 @@ class EngineOptions:
     disk_ring: int = 4
     offload_dir: str | None = None
     keep_offload_dir: bool = False
+    beside_nbytes: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "max_length", "micro_batches", "window", "grad_slots", "ring", "disk_ring"):

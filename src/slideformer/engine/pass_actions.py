@@ -33,12 +33,12 @@ class PassActions(DeviceActions):
     def __init__(self, decoder: Decoder, kernels: HostKernels, device: Device, layout: Layout) -> None:
         super().__init__(decoder, kernels)
         self._device, self._kept_numel = device, decoder.cache_shape.numel
-        self._gather = HostActions(layout, EngineOptions(), kernels).gather
+        self._host = HostActions(layout, EngineOptions(), kernels)
 
     def table(self) -> dict[OpKind, Callable[[Reach, PassRun, Op], None]]:
         return {
             **super().table(),
-            OpKind.GATHER: self._gather,
+            **self._host.table(),
             OpKind.NEXT: self.next,
             OpKind.EMBED_CACHED: self.embed_cached,
             OpKind.FORWARD_CACHED: self.forward_cached,

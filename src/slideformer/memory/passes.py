@@ -40,8 +40,7 @@ class PassShape:
     def covers(self, other: PassShape) -> bool:
         """Whether buffers for this are large enough for the other."""
         return (
-            (self.micro_batches, self.rows) >= (other.micro_batches, other.rows)
-            and self.micro_batches * self.rows >= other.micro_batches * other.rows
+            self.micro_batches * self.rows >= other.micro_batches * other.rows
             and self.prompt_length >= other.prompt_length
             and self.length >= other.length
         )

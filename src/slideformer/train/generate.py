@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +13,7 @@ import torch
 from slideformer.data import Codec, load_tokenizer
 from slideformer.data.prompts import Prompt, Words, encode_prompts
 from slideformer.device import open_device
+from slideformer.engine import Engine
 from slideformer.engine.generation import Generated, Told
 from slideformer.engine.generator import GenerationEngine, GenerationOptions
 from slideformer.model import weights
@@ -70,6 +71,17 @@ class Generator:
 def completion(prompt: Prompt, tokens: tuple[int, ...], codec: Codec, end_ids: tuple[int, ...]) -> Completion:
     stopped = bool(tokens) and tokens[-1] in end_ids
     return Completion(prompt, tokens, codec.tokenizer.decode(tokens, skip_special_tokens=True), stopped)
+
+
+def complete(
+    engine: Engine, codec: Codec, words: Sequence[Words], sampling: Sampling, *, chat: bool | None, system: str | None
+) -> list[Completion]:
+    """What an engine that trains writes behind each of these; the tokenizer's end tokens unless the sampling has some.
+    Raises BadInput, and as `Engine.generate` does."""
+    prompts = encode_prompts(words, codec, chat=chat, system=system)
+    drawn = sampling if sampling.end_ids else replace(sampling, end_ids=codec.end_ids)
+    found = engine.generate([prompt.ids for prompt in prompts], drawn)
+    return [completion(p, t, codec, drawn.end_ids) for p, t in zip(prompts, found.tokens, strict=True)]
 
 
 class TextStream:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from slideformer.config import TrainConfig
 from slideformer.data import Codec
 from slideformer.data.prompts import Prompt, Words, encode_prompts, read_prompts
-from slideformer.engine import Engine
-from slideformer.engine.generation import Generation, shape_of
+from slideformer.engine import Engine, EngineOptions
+from slideformer.engine.generation import Generation, beside_nbytes, shape_of
 from slideformer.errors import BadInput
+from slideformer.memory.passes import PassShape
+from slideformer.model.decoder import Decoder
 from slideformer.model.sampling import Sampling
 from slideformer.train.generate import Completion, completion
 from slideformer.train.lines import LinesFile
@@ -39,6 +41,22 @@ def sample_prompts(config: TrainConfig, codec: Codec) -> list[Prompt]:
                 f"{config.max_length}: shorten it"
             )
     return prompts
+
+
+def with_samples(
+    options: EngineOptions, decoder: Decoder, prompts: Sequence[Prompt], max_new_tokens: int
+) -> EngineOptions:
+    """The options with room left for what samples will take beside the engine."""
+    if not prompts:
+        return options
+    shape = _shape(decoder, options, prompts, max_new_tokens)
+    return replace(options, beside_nbytes=beside_nbytes(decoder.layout, shape))
+
+
+def _shape(decoder: Decoder, options: EngineOptions, prompts: Sequence[Prompt], max_new_tokens: int) -> PassShape:
+    """As many prompts at once as a micro-batch of training has tokens."""
+    micro_tokens = options.micro_batch_size * options.max_length
+    return shape_of(decoder, [len(prompt.ids) for prompt in prompts], max_new_tokens, micro_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +90,7 @@ class Samples:
     def __enter__(self) -> Self:
         """Raises DoesNotFit: what samples need is taken now, before the first step."""
         if self._every:
-            options, lengths = self._engine.options, [len(prompt.ids) for prompt in self._prompts]
-            micro_tokens = options.micro_batch_size * options.max_length
-            shape = shape_of(self._engine.decoder, lengths, self._sampling.max_new_tokens, micro_tokens)
+            shape = _shape(self._engine.decoder, self._engine.options, self._prompts, self._sampling.max_new_tokens)
             self._generation = Generation.beside(self._engine, shape)
             self._file = self._held.enter_context(LinesFile(self._path, kept=self._kept))
         else:

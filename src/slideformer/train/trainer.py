@@ -17,14 +17,14 @@ from typing import Self
 
 from slideformer.config import TrainConfig
 from slideformer.data import Batches, Codec, Dataset, evaluation_sets, require_vocabulary, training_batches
-from slideformer.data.prompts import Prompt
+from slideformer.data.prompts import Prompt, Words
 from slideformer.device import Device, open_device, require_device
 from slideformer.engine import Engine
-from slideformer.engine.placement import placed
 from slideformer.errors import BadInput, RunFailed
 from slideformer.model.decoder import Decoder
 from slideformer.model.folder import save_model
 from slideformer.model.parity import check_parity
+from slideformer.model.sampling import Sampling
 from slideformer.train import checkpoint
 from slideformer.train.best import Judge, Rule, rule_of
 from slideformer.train.callbacks import Callbacks, State
@@ -32,6 +32,7 @@ from slideformer.train.card import Facts
 from slideformer.train.checkpoint import Damaged, Progress, folder_name
 from slideformer.train.console import Console, open_console
 from slideformer.train.evaluation import Sets, evaluate
+from slideformer.train.generate import Completion, complete
 from slideformer.train.hardware import git_commit, hardware
 from slideformer.train.hub import push, require_hub
 from slideformer.train.inputs import Data, Inputs, Model, inputs_of
@@ -44,10 +45,11 @@ from slideformer.train.plot import plot_loss
 from slideformer.train.record import RunRecord, versions
 from slideformer.train.resume import Origin, earlier, find_origin
 from slideformer.train.samples import FILE as GENERATIONS
-from slideformer.train.samples import Samples, lines_of_steps, sample_prompts
+from slideformer.train.samples import Samples, lines_of_steps, sample_prompts, with_samples
 from slideformer.train.save import CHAT_TEMPLATE, companions, save
 from slideformer.train.schedule import Schedule, num_steps
 from slideformer.train.setup import build_decoder, engine_options, save_dtype
+from slideformer.train.start import tell_start
 from slideformer.train.stop import AT_ONCE_S, Stopped, StopRequests, within
 from slideformer.train.trackers import Trackers, require_trackers
 
@@ -174,7 +176,7 @@ class Trainer:
                     loop = Loop(work, journal, judge, saver, stop, start)
                     loop.stop_if_asked("before the first step", start.step)
                     with self._recorded(record, device, journal, work, start):
-                        _tell_start(work, console)
+                        tell_start(work, console)
                         loop.run()
                         self._load_best(judge, engine, console)
                         names = self._save(target, Facts(config.model_dump(mode="json"), versions(), journal.last))
@@ -203,6 +205,24 @@ class Trainer:
             self._callbacks.log(line)
             self._callbacks.fire("on_evaluate", metrics=dict(metrics))
             return metrics
+
+    def generate(
+        self,
+        prompts: Sequence[Words],
+        sampling: Sampling | None = None,
+        *,
+        chat: bool | None = None,
+        system: str | None = None,
+    ) -> list[Completion]:
+        """What the model writes behind each prompt, with the weights as they are now; greedy if nothing else is said.
+
+        prompts: texts or lists of messages. chat: whether text goes through the chat template; None: if there is one.
+        Raises as `train` does; then the trainer is closed.
+        """
+        with self._closed_on_failure(), self._console() as console:
+            codec = self.prepare(console).codec
+            engine = self._open(loads=True)
+            return complete(engine, codec, prompts, sampling or Sampling(), chat=chat, system=system)
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Write the weights as they are now as a Hugging Face folder, and return it. None: output_dir of the config.
@@ -282,7 +302,9 @@ class Trainer:
         device, decoder = self.build()
         if self._engine is None:
             self._peak = peak_tflops(device, decoder.dtype)
-            self._engine = self._held.enter_context(Engine(decoder, device, engine_options(self.args)))
+            samples = self._prepared.samples if self._prepared is not None else []
+            options = with_samples(engine_options(self.args), decoder, samples, self.args.generate_max_new_tokens)
+            self._engine = self._held.enter_context(Engine(decoder, device, options))
         if loads and not self._has_weights:
             self._inputs.load(self._engine)
             self._has_weights = True
@@ -374,20 +396,3 @@ class Trainer:
             return
         with open_console(sys.stdout) as console:
             yield console
-
-
-def _tell_start(work: Work, console: Console) -> None:
-    """What is about to happen, in a few lines."""
-    config, engine = work.config, work.engine
-    rows, micro = config.per_device_train_batch_size, config.gradient_accumulation_steps
-    console.note(
-        f"{engine.layout.numel / 1e6:.1f} M parameters, {engine.layout.train_numel / 1e6:.1f} M of them trained, "
-        f"on {work.device.kind} in {str(engine.decoder.dtype).removeprefix('torch.')}, {config.update_program} updates "
-        f"({engine.kernels.isa}, {engine.kernels.threads} threads)"
-    )
-    console.note(f"on the device: {placed(engine.layout, engine.step_options)}")
-    console.note(
-        f"{work.num_steps} steps of {rows} x {micro} = {rows * micro} sequences of up to {config.max_length} tokens"
-        f", {work.batches.steps_per_epoch} steps an epoch"
-    )
-    console.begin(work.num_steps, engine.memory())
