@@ -216,12 +216,24 @@ def test_doctor_measures_this_machine(slideformer) -> None:
     assert facts["both_ways_gbps"] > 0
     assert facts["versions"]["slideformer"]
     assert facts["host_memory_gib"] > 0
+    assert facts["disk"] is None
+
+
+def test_doctor_measures_the_disk_under_a_folder_that_need_not_be_there(slideformer, tmp_path) -> None:
+    done = slideformer("doctor", "--device", "cpu", "--offload-dir", str(tmp_path / "not" / "there"), "--json")
+    assert done.returncode == 0, done.stderr
+    disk = json.loads(done.stdout)["disk"]
+    assert disk["folder"] == str(tmp_path) and disk["free_gib"] > 0 and isinstance(disk["direct"], bool)
+    assert all(disk[f"{way}_gbps"] > 0 for way in ("read", "write", "both_read", "both_write"))
+    assert list(tmp_path.iterdir()) == []
+    done = slideformer("doctor", "--device", "cpu", "--offload-dir", "/proc/self")
+    assert done.returncode == 2 and one_sentence(done).startswith("offload_dir /proc/self cannot be written to: ")
 
 
 def test_doctor_text_fits_80_columns(slideformer) -> None:
-    done = slideformer("doctor", "--device", "cpu")
+    done = slideformer("doctor", "--device", "cpu", "--offload-dir", ".")
     assert max(map(len, done.stdout.splitlines())) <= 80
-    for row in ("installed", "optimizer", "update rate", "host memory", "GPU", "trains on", "kernels", "link"):
+    for row in ("installed", "optimizer", "update rate", "host memory", "GPU", "trains on", "kernels", "link", "disk"):
         assert f"\n{row}" in "\n" + done.stdout
 
 

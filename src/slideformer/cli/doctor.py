@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import tempfile
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,16 +17,21 @@ from slideformer.cli.exits import told_in_one_sentence
 
 WIDTH = 80
 DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+OffloadDir = Annotated[
+    Path | None, typer.Option("--offload-dir", help="Measure the disk that this folder is on, or would be.")
+]
 
 
-def doctor(device: DeviceName = "auto", as_json: Json = False, debug: Debug = False) -> None:
+def doctor(
+    device: DeviceName = "auto", offload_dir: OffloadDir = None, as_json: Json = False, debug: Debug = False
+) -> None:
     """Show what is installed, what this machine can do, and how fast it is at it. Takes some seconds."""
     with told_in_one_sentence(debug=debug, as_json=as_json):
-        facts = dict(_examine(device))
+        facts = dict(_examine(device, offload_dir))
         print(json.dumps(facts, indent=2) if as_json else _text(facts))
 
 
-def _examine(name: str) -> Iterator[tuple[str, object]]:
+def _examine(name: str, offload_dir: Path | None) -> Iterator[tuple[str, object]]:
     """Facts by name, in the order of the report. Rates are per second."""
     from slideformer.device import open_device
     from slideformer.engine.rates import update_rate
@@ -57,6 +65,28 @@ def _examine(name: str) -> Iterator[tuple[str, object]]:
         yield "upload_gbps", link.upload / 1e9
         yield "download_gbps", link.download / 1e9
         yield "both_ways_gbps", link.both / 1e9
+    yield "disk", _disk(offload_dir)
+
+
+def _disk(offload_dir: Path | None) -> dict[str, object] | None:
+    """Of the file system under a folder, which need not be there; in a folder of its own that is removed again."""
+    if offload_dir is None:
+        return None
+    from slideformer.errors import BadInput
+    from slideformer.memory import DiskFolder, disk_rates, free_nbytes
+
+    there = next(path for path in (offload_dir.absolute(), *offload_dir.absolute().parents) if path.is_dir())
+    try:
+        inside = Path(tempfile.mkdtemp(prefix="slideformer-doctor-", dir=there))
+    except OSError as error:
+        raise BadInput(f"offload_dir {there} cannot be written to: {error.strerror}: choose another") from None
+    try:
+        with DiskFolder(inside) as folder:
+            rates = disk_rates(folder)
+            facts = {f"{way}_gbps": rate / 1e9 for way, rate in dataclasses.asdict(rates).items()}
+            return {"folder": str(there), "direct": folder.direct, "free_gib": free_nbytes(there) / 2**30, **facts}
+    finally:
+        inside.rmdir()
 
 
 def _blocks(kernels: object) -> str:
@@ -97,6 +127,11 @@ def _text(facts: dict[str, object]) -> str:
             + f"{facts['both_ways_gbps']:.1f} both at once GB/s ({copies})",
         ),
     ]
+    if isinstance(disk := facts["disk"], dict):
+        way = "direct I/O" if disk["direct"] else "through the page cache: no direct I/O here"
+        told = f"{disk['read_gbps']:.2f} read, {disk['write_gbps']:.2f} written, both at once "
+        told += f"{disk['both_read_gbps']:.2f} and {disk['both_write_gbps']:.2f} GB/s ({way}); "
+        rows.append(("disk", told + f"{disk['free_gib']:.0f} GiB free at {disk['folder']}"))
     return "\n".join(
         textwrap.fill(value, WIDTH, initial_indent=f"{name:<13} ", subsequent_indent=" " * 14) for name, value in rows
     )

@@ -3,6 +3,7 @@
 from slideformer.memory.budget import Budget, Limit, budget, size
 from slideformer.memory.buffers import BatchShape, Cell, Held, Need, Tier, allocate, needs
 from slideformer.memory.disk import DiskFault, DiskFile, DiskFolder, free_nbytes, padded
+from slideformer.memory.disk_rates import DiskRates, disk_rates
 from slideformer.memory.host import Arena
 from slideformer.memory.machine import host_limit, resident_nbytes
 from slideformer.memory.state import Home, Moments, State, Twin, home_nbytes
@@ -16,6 +17,7 @@ __all__ = [
     "DiskFault",
     "DiskFile",
     "DiskFolder",
+    "DiskRates",
     "Held",
     "Home",
     "Limit",
@@ -27,6 +29,7 @@ __all__ = [
     "Twin",
     "allocate",
     "budget",
+    "disk_rates",
     "free_nbytes",
     "home_nbytes",
     "host_limit",

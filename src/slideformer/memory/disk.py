@@ -106,6 +106,11 @@ class DiskFolder:
         self._files[name] = made = DiskFile(self, name, extents)
         return made
 
+    def remove(self, file: DiskFile) -> None:
+        """Give its place on the disk back. No call of it may be at work or follow."""
+        del self._files[file.name]
+        file.close(remove=True)
+
     def close(self, *, clean: bool = True) -> None:
         """End the threads, after the blocks that are under way; calls that wait for more fail. Then remove what this
         run made, the folder too if nothing else is in it; not if `keep`, or not `clean`. May be called again."""
