@@ -21,10 +21,10 @@ IMPLS = {
 }
 
 
-def call(*words: str) -> str:
+def call(*words: str, script: Path = SCRIPT) -> str:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=110, env=environment
+        [sys.executable, str(script), *words], capture_output=True, text=True, timeout=110, env=environment
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
@@ -47,6 +47,19 @@ def test_every_implementation_has_a_line_and_a_row(tmp_path):
     assert len([row for row in table if row.startswith("| tiny |")]) == len(lines)
     judged = [row for row in table if row.startswith(("met ", "MISSED "))]
     assert len(judged) == 3  # bandwidth of the update and the norm, and the time of the packed row
+
+
+def test_launch_shapes_are_told_fastest_first_with_the_present_one():
+    words = "--device cpu --numel 8192 --only rotary,loss --reps 1 --top 1".split()
+    told = call(*words, script=SCRIPT.with_name("tune_kernels.py")).splitlines()[1:]
+    groups = [row for row in told if not row.startswith(" ")]
+    assert groups == [
+        "rotary, 24+8 heads, 4 variants", "rotary, 32+8 heads, 4 variants",
+        "linear cross entropy, 16 tokens, 64 x 32, 3 variants",
+    ]  # fmt: skip
+    assert [row.endswith("NUM_WARPS=4  (now)") or "CHUNK_TOKENS=2048  (now)" in row for row in told].count(True) == 3
+    times = [float(row.split()[0]) for row in told[1:3] if row.startswith(" ")]
+    assert times == sorted(times) and all(time > 0 for time in times)
 
 
 def line(op: str, impl: str, ms: float, peak_mib: float, **more: object) -> dict[str, object]:
