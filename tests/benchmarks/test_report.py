@@ -161,3 +161,24 @@ def test_bytes_are_planned_and_not_fewer_than_measured():
     found = [(target.value, target.met) for target in targets([line]) if "planned bytes" in target.text]
     device, host = pytest.approx(11.9 / 12), pytest.approx(41 / 39)
     assert found == [(device, False), (device, True), (host, True), (host, False)]
+
+
+def test_large_models_are_held_against_what_binds_them():
+    rate = {"bench": "optimizer", "case": "ours", "gparam_per_s": 4.0, "gbps": 104.0, "stream_gbps": 128.0}
+    ours = {"update": "eager", "host_before_gib": 1.0, "options": {"saved_on_device": None}}
+    for gpu_s, bound_s in ((1.5, 2.0), (2.4, 2.4)):
+        lines = [rate, large("stock-fwd-bwd", gpu_s), large("ours-streamed", 2.4, params=8e9, **ours)]
+        for line in lines[1:]:
+            line |= {"shape": "llama-3.1-8b", "batch": 16}
+        (found,) = [target for target in targets(lines) if "the longer of" in target.text]
+        assert found.value == pytest.approx(2.4 / bound_s) and found.met == (bound_s == 2.4)
+
+
+def test_streaming_may_cost_a_twentieth_of_the_ceilings_rate():
+    ours = {"update": "eager", "host_before_gib": 1.0, "options": {"saved_on_device": None}}
+    for seconds, met in ((1.05, True), (1.06, False)):
+        lines = [large("stock-resident", 1.0), large("ours-streamed", seconds, **ours)]
+        for line in lines:
+            line |= {"batch": 8, "seq": 4096}
+        (found,) = [target for target in targets(lines) if target.text == "ours-streamed:eager over stock-resident"]
+        assert found.met is met
