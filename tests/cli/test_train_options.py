@@ -34,10 +34,12 @@ def test_a_dry_run_reads_and_plans_and_writes_nothing(slideformer, yaml_for, tmp
         ({"dataset": "nowhere.jsonl"}, 2, "nowhere.jsonl"),
         ({"max_host_memory": "1MiB"}, 3, "this run needs"),
         ({"lr_scheduler_type": "polynomial", "learning_rate": "1e-9"}, 2, "polynomial cannot be used with"),
+        ({"output_dir": "rows.jsonl/out"}, 2, "output_dir rows.jsonl/out cannot be made: "),
         ({"metric_for_best_model": "bleu", "early_stopping_patience": 1, "val_size": 2}, 2, "eval_bleu, which no"),
     ],
 )
-def test_a_dry_run_ends_as_the_run_would(slideformer, yaml_for, fields, code, expected) -> None:
+def test_a_dry_run_ends_as_the_run_would(slideformer, yaml_for, tmp_path, fields, code, expected) -> None:
+    (tmp_path / "rows.jsonl").write_text("")
     done = slideformer("train", "--dry-run", "--json", yaml_for(**fields))
     assert done.returncode == code
     assert expected in json.loads(done.stdout)["error"]
@@ -122,9 +124,10 @@ def test_what_needs_no_data_is_refused_before_they_are_read(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     (tmp_path / "taken").write_text("a file")
     assert slideformer("train", yaml_for(output_dir="before", max_steps=1, save_steps=1)).returncode == 0
-    done = slideformer("train", yaml_for(dataset="nowhere.jsonl", **fields))
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(expected), done.stderr
+    for dry in ([], ["--dry-run"]):
+        done = slideformer("train", yaml_for(dataset="nowhere.jsonl", **fields), *dry)
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1].startswith(expected), done.stderr
     assert not (tmp_path / "new").exists()  # nor does it leave an empty folder
 
 

@@ -57,6 +57,8 @@ def _unknown_here(key: str, known: list[str]) -> str:
 
 def _short(value: object) -> str:
     """As Python writes it, cut: with YAML's aliases a few lines make a value whose text fills the memory."""
+    if value is None:
+        return "nothing"
     short = Repr()
     short.maxlevel, short.maxstring, short.maxother = 3, 200, 200
     return short.repr(value)

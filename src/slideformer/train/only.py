@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -11,7 +12,9 @@ from slideformer.config import TrainConfig
 from slideformer.errors import BadInput
 from slideformer.model.decoder import Decoder
 from slideformer.train.console import Console
+from slideformer.train.output import claimed
 from slideformer.train.plan import RunPlan, plan_run
+from slideformer.train.resume import earlier
 from slideformer.train.setup import build_decoder
 from slideformer.train.trainer import Trainer
 
@@ -63,11 +66,12 @@ class DryRun:
 
 
 def dry_run(config: TrainConfig, console: Console) -> DryRun:
-    """Read the data, check the model's code and the names and shapes of its weights, and plan. Writes nothing.
+    """Read the data, check the model's code and the names and shapes of its weights, and plan. Leaves nothing behind.
 
     Raises as a run would before its first step: BadInput, and DoesNotFit.
     """
-    with Trainer(args=config, console=console) as trainer:
+    with claimed(Path(config.output_dir)), Trainer(args=config, console=console) as trainer:
+        earlier(config, console)
         prepared = trainer.prepare(console)
         trainer.build()
     plan = plan_run(config)

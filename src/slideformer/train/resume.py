@@ -20,7 +20,7 @@ from slideformer.model.decoder import Decoder
 from slideformer.train import checkpoint, fingerprint
 from slideformer.train.checkpoint import Checkpoint, Damaged, Progress
 from slideformer.train.console import Console
-from slideformer.train.retention import clean, numbered, require_space
+from slideformer.train.retention import numbered, require_space
 from slideformer.train.saver import Saver
 from slideformer.train.schedule import num_steps
 from slideformer.train.setup import save_dtype
@@ -54,12 +54,11 @@ class Origin:
 
 
 def earlier(config: TrainConfig, console: Console) -> list[Checkpoint]:
-    """Checkpoints to start from, best first; empty: from the beginning. Cleans up after killed runs. Needs no data.
+    """Checkpoints to start from, best first; empty: from the beginning. Needs no data, writes nothing.
 
     Raises BadInput: no complete one where one was asked for, or an output_dir that has some while none was asked for.
     """
     asked, parent = config.resume_from_checkpoint, Path(config.output_dir)
-    clean(parent)
     if isinstance(asked, str) and asked != "auto":
         try:
             return [checkpoint.open_checkpoint(Path(asked))]

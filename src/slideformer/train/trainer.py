@@ -44,6 +44,7 @@ from slideformer.train.peak import peak_tflops
 from slideformer.train.plot import plot_loss
 from slideformer.train.record import RunRecord, versions
 from slideformer.train.resume import Origin, earlier, find_origin
+from slideformer.train.retention import clean
 from slideformer.train.samples import FILE as GENERATIONS
 from slideformer.train.samples import Samples, lines_of_steps, sample_prompts, with_samples
 from slideformer.train.save import CHAT_TEMPLATE, companions, save
@@ -144,6 +145,7 @@ class Trainer:
         target = Path(config.output_dir)
         with self._closed_on_failure(), self._console() as console:
             self._held.enter_context(claimed(target))
+            clean(target)
             found = earlier(config, console)  # before the data, which may take minutes to read
             prepared = self.prepare(console)
             device, decoder = self.build()
