@@ -6,11 +6,13 @@ Each of `read`, `write` and `mix` (half read while the other half is written) is
 round, for about so many seconds:
 
 - `loop-*`: threads that each move blocks of their own, with O_DIRECT and nothing else: what the disk gives.
-- `store-*`: slideformer's files, a lane that reads and a lane that writes, extents of --extent-mib, headers and sums.
+- `store-*`: slideformer's files, a lane that reads and a lane that writes, extents of --extent-mib, headers and sums;
+  `unsummed-*`: the same without sums, so that their cost is seen.
 - `threads-*`, `io_uring-*`: the same blocks from C++ (disk_engines.cpp), where there is a compiler.
 
-One JSON line each. `ratio` is the loop's time over this one's, `page_cache_mib` what the system's cache grew by in the
-first round. Cases that end in `-busy` run beside a thread that keeps Python's interpreter to itself. Files are removed.
+One JSON line each. `ratio` is the rate over that of `loop` or `threads`, whichever is faster; `page_cache_mib` what the
+system's cache grew by in the first round. Cases that end in `-busy` run beside a thread that keeps Python's interpreter
+to itself. All use as much memory in turn. Files are removed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -37,6 +39,7 @@ from slideformer.memory.disk_direct import open_file
 
 MIB = 2**20
 ALIGNED = 4096
+STORES = ("store", "unsummed")
 KINDS = ("write", "read", "mix")
 ENGINES = Path(__file__).with_name("disk_engines.cpp")
 
@@ -148,9 +151,9 @@ def _buffer(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).random_(0, 255)
 
 
-def engines(program: Path, file: Path, nbytes: int, block: int, threads: int) -> dict[str, float]:
-    """Seconds of each case of the C++ program, once."""
-    words = [str(program), str(file), str(nbytes), str(block), str(threads), "1"]
+def engines(program: Path, file: Path, *sizes: int) -> dict[str, float]:
+    """Seconds of each case of the C++ program, once. sizes: as it wants them."""
+    words = [str(program), str(file), *map(str, sizes), "1"]
     done = subprocess.run(words, check=True, capture_output=True, text=True)
     return {f"{engine}-{kind}": float(took) for engine, kind, took in map(str.split, done.stdout.splitlines())}
 
@@ -198,37 +201,42 @@ def measure(args: argparse.Namespace, inside: Path) -> tuple[dict[str, list[floa
     if nbytes < 2 * max(extent, block * args.threads):
         raise SystemExit(f"{args.gib} GiB are not two extents, or two blocks a thread: raise --gib or lower the others")
     moved = {"store": nbytes // (2 * extent) * 2 * extent, "loop": nbytes // (2 * block) * 2 * block}
+    sizes = (moved["loop"], block, args.threads, 4 * extent)  # two buffers for each lane of the store
     program = compiled(inside)
     took: dict[str, list[float]] = {}
     grown: dict[str, float] = {}
     ends = time.perf_counter() + args.seconds
-    loop = Loop(inside / "blocks", moved["loop"], block, args.threads, 4 * extent)
-    with DiskFolder(inside / "store", threads=args.threads, block_nbytes=block) as folder:
-        store = Store(folder, moved["store"], extent)
+    loop = Loop(inside / "blocks", *sizes)
+    with ExitStack() as opened:
+        stores, directs = {}, []
+        for name, sums in (("store", True), ("unsummed", False)):
+            made = DiskFolder(inside / name, threads=args.threads, block_nbytes=block, sums=sums)
+            folder = opened.enter_context(made)
+            stores[name] = Store(folder, moved["store"], extent)
+            directs.append(folder.direct)
         last = 0.0
         while not took or time.perf_counter() + last < ends:
             began = time.perf_counter()
             for kind in KINDS:
-                for name, one in (("loop", loop), ("store", store)):
+                for name, one in (("loop", loop), *stores.items()):
                     before = page_cache_nbytes()
                     took.setdefault(f"{name}-{kind}", []).append(one.run(kind))
                     grown.setdefault(f"{name}-{kind}", round((page_cache_nbytes() - before) / MIB, 1))
             with busy():
-                for name, one in (("loop", loop), ("store", store)):
+                for name, one in (("loop", loop), ("store", stores["store"])):
                     took.setdefault(f"{name}-mix-busy", []).append(one.run("mix"))
             if program is not None:
-                for case, seconds in engines(program, inside / "blocks", moved["loop"], block, args.threads).items():
+                for case, seconds in engines(program, inside / "blocks", *sizes).items():
                     took.setdefault(case, []).append(seconds)
             last = time.perf_counter() - began
-        direct = folder.direct
     os.close(loop.file)
-    return took, grown, moved, direct
+    return took, grown, moved, all(directs)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk")
-    parser.add_argument("--gib", type=float, default=2.0, help="size of each of two files")
+    parser.add_argument("--gib", type=float, default=2.0, help="size of each of three files")
     parser.add_argument("--block-mib", type=float, default=1.0)
     parser.add_argument("--extent-mib", type=float, default=64.0)
     parser.add_argument("--threads", type=int, default=8)
@@ -239,7 +247,7 @@ def main() -> None:
     common = shared("disk", args.run or new_run(), sys.argv)
     with tempfile.TemporaryDirectory(dir=args.folder) as inside:
         took, grown, moved, direct = measure(args, Path(inside))
-    nbytes = {case: moved["store" if case.startswith("store") else "loop"] for case in took}
+    nbytes = {case: moved["store" if case.startswith(STORES) else "loop"] for case in took}
     rates = {case: nbytes[case] / statistics.median(times) for case, times in took.items()}
     for case, times in took.items():
         name, kind = case.split("-", 1)
@@ -248,12 +256,12 @@ def main() -> None:
             "cpu_threads": args.threads,
             "direct": direct,
             "block_mib": args.block_mib,
-            "extent_mib": args.extent_mib if name == "store" else None,
+            "extent_mib": args.extent_mib if name in STORES else None,
             "nbytes": nbytes[case],
             "steps": len(times),
             "step_s": spread(times),
             "gbps": round(rates[case] / 1e9, 3),
-            "ratio": round(rates[case] / rates[f"loop-{kind}"], 3),
+            "ratio": round(rates[case] / max(rates[f"loop-{kind}"], rates.get(f"threads-{kind}", 0)), 3),
             "page_cache_mib": grown.get(case),
             "host_peak_gib": host_peak_gib(),
         }

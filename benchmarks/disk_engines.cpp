@@ -1,10 +1,11 @@
 // How fast does a file take and give blocks past the cache: from threads that each wait for one, or through io_uring?
 //
 //     g++ -O2 -std=c++17 -pthread disk_engines.cpp -o disk_engines
-//     disk_engines FILE NBYTES BLOCK_NBYTES DEPTH REPEATS
+//     disk_engines FILE NBYTES BLOCK_NBYTES DEPTH MEMORY_NBYTES REPEATS
 //
-// FILE is there, has at least NBYTES, and all of them have been written once. One line for each engine and case: engine,
-// case, and seconds of each repeat. `mix` reads the first half while it writes the second, block by block in turn.
+// FILE is there, has at least NBYTES, and all of them have been written once. Blocks move from and to MEMORY_NBYTES in
+// turn: what stays in a cache moves faster than what a run has. One line for each engine and case: engine, case, and
+// seconds of each repeat. `mix` reads the first half while it writes the second, block by block in turn.
 // io_uring is spoken to through its system calls, with one ring, registered memory and one thread. benchmarks/disk.py
 // compiles and calls this.
 #include <fcntl.h>
@@ -14,6 +15,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -51,13 +53,37 @@ std::vector<Op> ops_of(const std::string& kind, int64_t blocks, int64_t block) {
     return ops;
 }
 
-void by_threads(int file, const std::vector<Op>& ops, char* memory, int64_t block, int depth) {
+// Memory for `depth` blocks at a time. Each has several places of its own, used in turn.
+class Memory {
+public:
+    Memory(int64_t nbytes, int64_t block, int depth)
+        : block_(block), depth_(depth), places_(std::max<int64_t>(nbytes / block / depth, 1)), turns_(depth) {
+        size_ = depth * places_ * block;
+        void* at = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+        if (at == MAP_FAILED) die("memory", errno);
+        start_ = static_cast<char*>(at);
+        uint64_t state = 88172645463325252u;  // xorshift: some disks compress what repeats
+        for (int64_t i = 0; i < size_ / 8; ++i) {
+            state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+            reinterpret_cast<uint64_t*>(start_)[i] = state;
+        }
+    }
+    char* next(int own) { return start_ + (turns_[own]++ % places_ * depth_ + own) * block_; }
+    iovec whole() const { return {start_, static_cast<size_t>(size_)}; }
+
+private:
+    char* start_;
+    int64_t size_, block_, depth_, places_;
+    std::vector<int64_t> turns_;
+};
+
+void by_threads(int file, const std::vector<Op>& ops, Memory& memory, int64_t block, int depth) {
     std::atomic<size_t> next{0};
     std::vector<std::thread> threads;
     for (int t = 0; t < depth; ++t) {
         threads.emplace_back([&, t] {
-            char* own = memory + t * block;
             for (size_t i; (i = next.fetch_add(1)) < ops.size();) {
+                char* own = memory.next(t);
                 const ssize_t moved = ops[i].write ? pwrite(file, own, block, ops[i].offset)
                                                    : pread(file, own, block, ops[i].offset);
                 if (moved != block) die("a block", moved < 0 ? errno : EIO);
@@ -69,7 +95,7 @@ void by_threads(int file, const std::vector<Op>& ops, char* memory, int64_t bloc
 
 class Ring {
 public:
-    Ring(int depth, char* memory, int64_t block) : memory_(memory), block_(block), depth_(depth) {
+    Ring(int depth, Memory& memory, int64_t block) : memory_(memory), block_(block), depth_(depth) {
         io_uring_params params{};
         fd_ = static_cast<int>(syscall(SYS_io_uring_setup, depth, &params));
         if (fd_ < 0) die("io_uring_setup", errno);
@@ -85,7 +111,7 @@ public:
         cq_tail_ = reinterpret_cast<unsigned*>(completion + params.cq_off.tail);
         cq_mask_ = *reinterpret_cast<unsigned*>(completion + params.cq_off.ring_mask);
         done_ = reinterpret_cast<io_uring_cqe*>(completion + params.cq_off.cqes);
-        iovec whole{memory, static_cast<size_t>(depth) * block};
+        const iovec whole = memory.whole();
         fixed_ = syscall(SYS_io_uring_register, fd_, IORING_REGISTER_BUFFERS, &whole, 1) == 0;
     }
 
@@ -126,14 +152,14 @@ private:
         else entry.opcode = op.write ? IORING_OP_WRITE : IORING_OP_READ;
         entry.fd = file;
         entry.off = op.offset;
-        entry.addr = reinterpret_cast<uint64_t>(memory_ + own * block_);
+        entry.addr = reinterpret_cast<uint64_t>(memory_.next(own));
         entry.len = static_cast<unsigned>(block_);
         entry.user_data = own;
         sq_array_[index] = index;
         __atomic_store_n(sq_tail_, tail + 1, __ATOMIC_RELEASE);
     }
 
-    char* memory_;
+    Memory& memory_;
     int64_t block_;
     int depth_, fd_;
     bool fixed_;
@@ -146,20 +172,13 @@ private:
 }  // namespace
 
 int main(int count, char** words) {
-    if (count != 6) die("usage: disk_engines FILE NBYTES BLOCK_NBYTES DEPTH REPEATS", EINVAL);
+    if (count != 7) die("usage: disk_engines FILE NBYTES BLOCK_NBYTES DEPTH MEMORY_NBYTES REPEATS", EINVAL);
     const int64_t block = atoll(words[3]), blocks = atoll(words[2]) / block;
-    const int depth = atoi(words[4]), repeats = atoi(words[5]);
+    const int depth = atoi(words[4]), repeats = atoi(words[6]);
     int file = open(words[1], O_RDWR | O_DIRECT);
     if (file < 0 && errno == EINVAL) file = open(words[1], O_RDWR);
     if (file < 0) die(words[1], errno);
-    void* at = mmap(nullptr, depth * block, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
-    if (at == MAP_FAILED) die("memory", errno);
-    char* memory = static_cast<char*>(at);
-    uint64_t state = 88172645463325252u;  // xorshift: some disks compress what repeats
-    for (int64_t i = 0; i < depth * block / 8; ++i) {
-        state ^= state << 13, state ^= state >> 7, state ^= state << 17;
-        reinterpret_cast<uint64_t*>(memory)[i] = state;
-    }
+    Memory memory(atoll(words[5]), block, depth);
     Ring ring(depth, memory, block);
     const std::vector<std::pair<const char*, std::function<void(const std::vector<Op>&)>>> engines = {
         {"threads", [&](const std::vector<Op>& ops) { by_threads(file, ops, memory, block, depth); }},

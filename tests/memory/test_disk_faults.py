@@ -84,6 +84,21 @@ def test_a_byte_that_somebody_changes_is_found(file: DiskFile, at: int) -> None:
     holds(file, 0, 5)
 
 
+@pytest.mark.parametrize("threads", ["native", "stand-in"])
+def test_without_sums_only_headers_are_held_to_what_was_written(tmp_path: Path, monkeypatch, threads: str) -> None:
+    if threads == "stand-in":
+        monkeypatch.setattr("slideformer.native.loader._places", lambda: [])
+    with DiskFolder(tmp_path / "d", threads=2, block_nbytes=BLOCK, sums=False) as folder:
+        file, target = folder.file("a", [NBYTES]), on_a_page(NBYTES)
+        file.write(0, noise(NBYTES, 0))
+        holds(file, 0, 0)
+        poke(file.path, 4096 + BLOCK, b"changed")
+        file.read(0, target)
+        assert bytes(target[BLOCK : BLOCK + 7].numpy()) == b"changed"
+        poke(file.path, 0, b"changed")
+        fails(file, 0, "its header was overwritten")
+
+
 @pytest.mark.parametrize("nbytes", [0, 4096, 4096 + BLOCK, EXTENT - 1])
 def test_a_file_that_somebody_cuts_is_found(file: DiskFile, nbytes: int) -> None:
     os.truncate(file.path, nbytes)

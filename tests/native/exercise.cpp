@@ -203,7 +203,7 @@ void files(const Library& l) {
     const int file = mkstemp(name);
     require(file >= 0 && unlink(name) == 0 && ftruncate(file, 4 << 20) == 0, "a file");
     for (const int threads : {1, 3}) {
-        sf_disk* disk = l.sf_disk_create_(threads, 8192);
+        sf_disk* disk = l.sf_disk_create_(threads, 8192, threads == 3);
         require(disk, "threads for the disk");
         std::vector<std::thread> callers;
         for (int64_t i = 0; i < 3; ++i) callers.emplace_back([&, i] { extents(l, disk, file, i); });
@@ -254,7 +254,7 @@ int main(int count, char** words) {
     }
     files(l);
     sf_pool* pool = l.sf_pool_create_(3, nullptr);
-    sf_disk* disk = l.sf_disk_create_(2, 8192);
+    sf_disk* disk = l.sf_disk_create_(2, 8192, 1);
     std::fflush(stdout);
     const pid_t child = fork();
     if (child == 0) {

@@ -61,11 +61,13 @@ class DiskFolder:
     direct: reads and writes pass the page cache. reads, writes: what went each way so far, headers not counted.
     """
 
-    def __init__(self, path: Path, *, keep: bool = False, threads: int = 8, block_nbytes: int = 1 << 20) -> None:
+    def __init__(
+        self, path: Path, *, keep: bool = False, threads: int = 8, block_nbytes: int = 1 << 20, sums: bool = True
+    ) -> None:
         """path: is made, or is an empty folder. keep: its files stay when it is closed. threads: blocks under way.
         block_nbytes: an extent's end leaves threads idle for a block's time, and small blocks cost system calls.
         Extents of 16 MiB are read and written at 1.5 and 2.0 GB/s with 1 MiB, 1.3 and 1.7 with 4 (2-core Sapphire
-        Rapids, 2026-11-30).
+        Rapids, 2026-11-30). sums: without them, data that changes on disk is found only where its extent's header does.
 
         Raises BadInput where the folder cannot be made or written to, or is somebody else's.
         """
@@ -78,7 +80,7 @@ class DiskFolder:
         self.claim = Claim(path)
         try:
             self.direct = passes_the_cache(path)
-            self.threads = _threads(threads, block_nbytes)
+            self.threads = _threads(threads, block_nbytes, sums)
         except BaseException as error:
             self.claim.release(remove=True)
             if isinstance(error, OSError):
@@ -152,9 +154,9 @@ class DiskFolder:
         self.close()
 
 
-def _threads(threads: int, block_nbytes: int) -> NativeDisk | StandInDisk:
+def _threads(threads: int, block_nbytes: int, sums: bool) -> NativeDisk | StandInDisk:
     try:
-        made = load_disk(threads, block_nbytes)
+        made = load_disk(threads, block_nbytes, sums=sums)
     except OSError as error:
         raise RunFailed(f"{error}: raise the limit on processes, or the memory that this one may map") from None
     if made is None:
@@ -163,7 +165,7 @@ def _threads(threads: int, block_nbytes: int) -> NativeDisk | StandInDisk:
             "`python -m slideformer.native.build` makes it where there is a C++ compiler",
             STAND_IN_GBPS,
         )
-        return StandInDisk(threads=threads, block_nbytes=block_nbytes)
+        return StandInDisk(threads=threads, block_nbytes=block_nbytes, sums=sums)
     return made
 
 

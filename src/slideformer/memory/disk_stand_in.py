@@ -23,12 +23,12 @@ Call = Callable[[int, list[memoryview], int], int]
 class StandInDisk:
     """The door of `NativeDisk`: see there."""
 
-    def __init__(self, *, threads: int, block_nbytes: int) -> None:
+    def __init__(self, *, threads: int, block_nbytes: int, sums: bool) -> None:
         self._block_nbytes, self._stopped = block_nbytes, False
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="disk")
         self._own: SimpleQueue[_Own] = SimpleQueue()
         for _ in range(threads):
-            self._own.put(_Own(block_nbytes))
+            self._own.put(_Own(block_nbytes, sums=sums))
 
     def write(self, file: int, offset: int, head: bytearray, data: Tensor) -> int:
         return self._move(_Own.write, file, offset, head, data)
@@ -73,16 +73,16 @@ class _Own:
     through here.
     """
 
-    def __init__(self, block_nbytes: int) -> None:
+    def __init__(self, block_nbytes: int, *, sums: bool) -> None:
         whole = memoryview(mmap.mmap(-1, PAGE + block_nbytes))
-        self._head, self._staging = whole[:PAGE], whole[PAGE:]
+        self._head, self._staging, self._sums = whole[:PAGE], whole[PAGE:], sums
 
     def write(self, file: int, at: int, head: bytearray | None, block: memoryview, aligned: bool, page: int) -> int:
         straight, staged = self._split(block, aligned)
         rest = block[len(straight) :]
         staged[: len(rest)] = rest
         staged[len(rest) :] = bytes(len(staged) - len(rest))
-        total = _sum(straight, staged, page)
+        total = self._sum(straight, staged, page)
         if head is not None:
             self._head[:] = head
         _move(os.pwritev, file, at, [straight, staged] if head is None else [self._head, straight, staged])
@@ -95,16 +95,17 @@ class _Own:
             head[:] = self._head
         rest = block[len(straight) :]
         rest[:] = staged[: len(rest)]
-        return _sum(straight, staged, page)
+        return self._sum(straight, staged, page)
 
     def _split(self, block: memoryview, aligned: bool) -> tuple[memoryview, memoryview]:
         """What moves straight from or to memory, and the pages that the rest passes through."""
         whole = len(block) // PAGE * PAGE if aligned else 0
         return block[:whole], self._staging[: padded(len(block) - whole)]
 
-
-def _sum(straight: memoryview, staged: memoryview, page: int) -> int:
-    return checksum(straight, page) + checksum(staged, page + len(straight) // PAGE)
+    def _sum(self, straight: memoryview, staged: memoryview, page: int) -> int:
+        if not self._sums:
+            return 0
+        return checksum(straight, page) + checksum(staged, page + len(straight) // PAGE)
 
 
 def _move(call: Call, file: int, offset: int, parts: list[memoryview]) -> None:

@@ -29,10 +29,11 @@ class _Moved(Structure):
 class NativeDisk:
     """Threads that share the blocks of all calls, one of each call in turn. Stop it."""
 
-    def __init__(self, library: CDLL, *, threads: int, block_nbytes: int) -> None:
-        """block_nbytes: whole pages. Raises OSError where the threads cannot be started."""
+    def __init__(self, library: CDLL, *, threads: int, block_nbytes: int, sums: bool) -> None:
+        """block_nbytes: whole pages. sums: without them every checksum is 0. Raises OSError where the threads cannot be
+        started."""
         self._library = library
-        self._disk: int | None = library.sf_disk_create(threads, block_nbytes)
+        self._disk: int | None = library.sf_disk_create(threads, block_nbytes, sums)
         if self._disk is None:
             raise OSError(f"could not start {threads} threads for the disk")
         end = weakref.finalize(self, library.sf_disk_destroy, self._disk)  # not in `stop`: a call may be on its way out

@@ -56,7 +56,7 @@ def open_library(path: Path) -> CDLL:
         "sf_split": (None, [pool, c_void_p, c_void_p, c_void_p, c_int64]),
         "sf_join": (None, [pool, c_void_p, c_void_p, c_void_p, c_int64]),
         "sf_stream": (None, [pool, state, c_void_p, c_int64]),
-        "sf_disk_create": (c_void_p, [c_int32, c_int64]),
+        "sf_disk_create": (c_void_p, [c_int32, c_int64, c_int32]),
         "sf_disk_stop": (None, [c_void_p]),
         "sf_disk_destroy": (None, [c_void_p]),
         "sf_disk_move": (

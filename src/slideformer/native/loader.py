@@ -35,7 +35,7 @@ def load(threads: int | None = None, *, isa: str | None = None) -> HostKernels:
     return TorchKernels()
 
 
-def load_disk(threads: int, block_nbytes: int) -> NativeDisk | None:
+def load_disk(threads: int, block_nbytes: int, *, sums: bool = True) -> NativeDisk | None:
     """Threads of the native library that move blocks between memory and files; None where there is no library.
 
     Raises OSError where the threads cannot be started.
@@ -45,7 +45,7 @@ def load_disk(threads: int, block_nbytes: int) -> NativeDisk | None:
             library = open_library(path)
         except OSError:
             continue
-        return NativeDisk(library, threads=threads, block_nbytes=block_nbytes)
+        return NativeDisk(library, threads=threads, block_nbytes=block_nbytes, sums=sums)
     return None
 
 

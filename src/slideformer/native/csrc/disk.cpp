@@ -119,6 +119,7 @@ struct Disk::Move {
     const int64_t offset;
     char *const head, *const data;
     const int64_t nbytes;
+    const bool summed;
     int64_t next = -1;  // bytes whose blocks somebody has begun; -1: none, not even the one with the header
     int running = 0;
     Result result{};
@@ -160,7 +161,8 @@ Disk::Result Disk::Own::block(const Move& move, int64_t start, int64_t stop) {
     if (start == 0) parts[count++] = {head, size_t(kPage)};
     if (whole) parts[count++] = {data, size_t(whole)};
     if (rest) parts[count++] = {staged, size_t(padded(rest))};
-    const auto sum = [&] {
+    const auto sum = [&]() -> uint64_t {
+        if (!move.summed) return 0;
         return checksum(data, whole / kPage, page) + checksum(staged, padded(rest) / kPage, page + whole / kPage);
     };
     uint64_t total = 0;
@@ -183,7 +185,8 @@ Disk::Result Disk::Own::block(const Move& move, int64_t start, int64_t stop) {
     return result;
 }
 
-Disk::Disk(int threads, int64_t block_nbytes) : owner_(getpid()), block_nbytes_(block_nbytes) {
+Disk::Disk(int threads, int64_t block_nbytes, bool sums)
+    : owner_(getpid()), block_nbytes_(block_nbytes), sums_(sums) {
     try {
         for (int i = 0; i < threads; ++i) {
             Own& own = owns_.emplace_back(block_nbytes);
@@ -203,7 +206,7 @@ Disk::~Disk() { stop(); }
 bool Disk::forked() const { return getpid() != owner_; }
 
 Disk::Result Disk::move(bool write, int file, int64_t offset, char* head, char* data, int64_t nbytes) {
-    Move move{write, file, offset, head, data, nbytes};
+    Move move{write, file, offset, head, data, nbytes, sums_};
     std::unique_lock<std::mutex> lock(mutex_);
     if (stopping_) return {SF_DISK_STOPPED, 0, 0, 0};
     moves_.push_back(&move);
@@ -253,12 +256,12 @@ void Disk::stop() {
 
 struct sf_disk {
     slideformer::Disk threads;
-    sf_disk(int32_t count, int64_t block_nbytes) : threads(count, block_nbytes) {}
+    sf_disk(int32_t count, int64_t block_nbytes, bool sums) : threads(count, block_nbytes, sums) {}
 };
 
-sf_disk* sf_disk_create(int32_t threads, int64_t block_nbytes) {
+sf_disk* sf_disk_create(int32_t threads, int64_t block_nbytes, int32_t sums) {
     try {
-        return new sf_disk(threads, block_nbytes);
+        return new sf_disk(threads, block_nbytes, sums != 0);
     } catch (const std::exception&) {
         return nullptr;
     }

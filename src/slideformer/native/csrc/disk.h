@@ -30,7 +30,8 @@ public:
     };
 
     // Throws std::system_error if a thread cannot be started, std::bad_alloc.
-    Disk(int threads, int64_t block_nbytes);
+    // sums: of what moves; without them every sum is 0.
+    Disk(int threads, int64_t block_nbytes, bool sums);
     ~Disk();
     Disk(const Disk&) = delete;
 
@@ -51,6 +52,7 @@ private:
 
     const pid_t owner_;
     const int64_t block_nbytes_;
+    const bool sums_;
     std::mutex mutex_;
     std::condition_variable has_blocks_, something_ended_;
     std::list<Move*> moves_;  // those with blocks that nobody has begun

@@ -73,17 +73,18 @@ struct sf_disk_moved {
 // Besides 0 and errno. SHORT: the file gave or took no more. STOPPED: sf_disk_stop came before the end; or a fork did.
 enum sf_disk_status { SF_DISK_SHORT = -1, SF_DISK_STOPPED = -2 };
 
-// `threads` threads that move blocks of block_nbytes, whole pages of 4096 bytes. Null if one could not be started.
-SF_API sf_disk* sf_disk_create(int32_t threads, int64_t block_nbytes);
+// `threads` threads that move blocks of block_nbytes, whole pages of 4096 bytes. sums: 0 leaves them out, and all are 0.
+// Null if a thread could not be started.
+SF_API sf_disk* sf_disk_create(int32_t threads, int64_t block_nbytes, int32_t sums);
 // Finishes the blocks under way, drops all others, and joins the threads. Later moves give SF_DISK_STOPPED.
 SF_API void sf_disk_stop(sf_disk* disk);
 // The same, and frees it. No move may be running.
 SF_API void sf_disk_destroy(sf_disk* disk);
 
 // Moves an extent between memory and `file`: at `offset` the page `head`, behind it nbytes of data, padded with zeros
-// to whole pages. write: to the file, else from it. offset: whole pages. data: any alignment; straight from or to memory
-// if it starts on a page. The caller sleeps meanwhile, and several may call. Returns 0, an errno, or a sf_disk_status;
-// then the contents of what was to be written to are undefined.
+// to whole pages. write: to the file, else from it. offset: whole pages. data: any alignment; straight from or to
+// memory if it starts on a page. The caller sleeps meanwhile, and several may call. Returns 0, an errno, or a
+// sf_disk_status; then the contents of what was to be written to are undefined.
 SF_API int32_t sf_disk_move(sf_disk* disk, int32_t write, int32_t file, int64_t offset, void* head, void* data,
                             int64_t nbytes, sf_disk_moved* moved);
 
