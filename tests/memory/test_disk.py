@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from memory.pages import BLOCK, noise, on_a_page
+from slideformer.errors import BadInput
 from slideformer.memory import DiskFault, DiskFolder, padded
 from slideformer.memory.disk_direct import resident_nbytes_of
 from slideformer.memory.disk_stand_in import StandInDisk
@@ -67,6 +69,28 @@ def test_a_read_touches_nothing_behind_its_target(opened) -> None:
         whole = on_a_page(3 * 4096).fill_(7)
         file.read(0, whole[:5000])
     assert (whole[5000:] == 7).all()
+
+
+def test_what_lies_behind_the_end_of_the_data_does_not_matter(opened) -> None:
+    """A device writes data alone, so the rest of its last page is what was there before."""
+    with opened() as folder:
+        file, target = folder.file("a", [5000]), on_a_page(5000)
+        file.write(0, noise(5000, 0))
+        with file.path.open("r+b") as other:
+            other.seek(4096 + 5000)
+            other.write(b"left over")
+            os.fsync(other.fileno())
+        file.read(0, target)
+    assert torch.equal(target, noise(5000, 0))
+
+
+def test_without_kvikio_gds_is_refused_in_a_sentence(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    with pytest.raises(
+        BadInput, match=r"GPUDirect Storage needs kvikio \(.*\): pip install 'slideformer\[gds\]', or leave"
+    ):
+        DiskFolder(tmp_path / "d", gds=True)
+    assert not (tmp_path / "d").exists()
 
 
 def test_lanes_read_and_write_at_once(opened) -> None:

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from memory.pages import noise
-from slideformer.memory.disk_extent import PAGE, checksum, difference, header
+from slideformer.memory.disk_extent import PAGE, checksum, difference, header, padded
+from slideformer.memory.disk_gds import PIECE_NBYTES, device_checksum
 from slideformer.native import NativeKernels, load
 
 RUN, DIGEST = bytes(range(16)), bytes(range(16, 32))
@@ -25,6 +26,17 @@ def test_the_native_sum_is_the_specification(num: int, first: int) -> None:
         assert isinstance(kernels, NativeKernels)
         native = kernels._library.sf_checksum(data.data_ptr(), num, first)
     assert native == checksum(memoryview(data.numpy()), first)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097, PIECE_NBYTES, PIECE_NBYTES + 3 * PAGE + 5])
+@pytest.mark.parametrize("off", [0, 1])
+def test_the_devices_sum_is_the_specification(nbytes: int, off: int) -> None:
+    """Tried on the CPU; tests/gpu/test_gds.py tries it on a GPU."""
+    data = noise(nbytes, nbytes % 97, off=off)
+    whole = bytes(data.numpy()).ljust(padded(nbytes), b"\0")
+    assert device_checksum(data) == checksum(memoryview(whole), 0)
+    if nbytes > 1:
+        assert device_checksum(data.flip(0)) != device_checksum(data)
 
 
 def test_sums_of_parts_add_up() -> None:

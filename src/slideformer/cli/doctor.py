@@ -83,10 +83,22 @@ def _disk(offload_dir: Path | None) -> dict[str, object] | None:
     try:
         with DiskFolder(inside) as folder:
             rates = disk_rates(folder)
-            facts = {f"{way}_gbps": rate / 1e9 for way, rate in dataclasses.asdict(rates).items()}
-            return {"folder": str(there), "direct": folder.direct, "free_gib": free_nbytes(there) / 2**30, **facts}
+            facts: dict[str, object] = {f"{w}_gbps": r / 1e9 for w, r in dataclasses.asdict(rates).items()}
+            facts |= {"folder": str(there), "direct": folder.direct, "free_gib": free_nbytes(there) / 2**30}
+            return facts | {"gds": _gds()}
     finally:
         inside.rmdir()
+
+
+def _gds() -> str | None:
+    """How the disk and the GPU would move data; None without kvikio."""
+    from slideformer.errors import BadInput
+    from slideformer.memory.disk_gds import Gds
+
+    try:
+        return "real" if Gds(threads=1, block_nbytes=1 << 20).real else "emulated through host memory"
+    except BadInput:
+        return None
 
 
 def _blocks(kernels: object) -> str:
@@ -131,7 +143,8 @@ def _text(facts: dict[str, object]) -> str:
         way = "direct I/O" if disk["direct"] else "through the page cache: no direct I/O here"
         told = f"{disk['read_gbps']:.2f} read, {disk['write_gbps']:.2f} written, both at once "
         told += f"{disk['both_read_gbps']:.2f} and {disk['both_write_gbps']:.2f} GB/s ({way}); "
-        rows.append(("disk", told + f"{disk['free_gib']:.0f} GiB free at {disk['folder']}"))
+        told += f"{disk['free_gib']:.0f} GiB free at {disk['folder']}; "
+        rows.append(("disk", told + f"GPUDirect Storage: {disk['gds'] or 'needs kvikio'}"))
     return "\n".join(
         textwrap.fill(value, WIDTH, initial_indent=f"{name:<13} ", subsequent_indent=" " * 14) for name, value in rows
     )

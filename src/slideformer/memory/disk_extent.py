@@ -19,7 +19,9 @@ PAGE = 4096
 _FIELDS = struct.Struct("<8s16s16sQQQ")
 _SUM = struct.Struct("<I")
 _MAGIC = b"SFEXTENT"
-_GOLDEN = 0x9E3779B97F4A7C15  # of splitmix64 (Steele, Lea & Flood, OOPSLA 2014), as are the two in `_mixed`
+GOLDEN, MIX = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""Of splitmix64 (Steele, Lea & Flood, OOPSLA 2014)."""
+
 _PIECE = 64 * PAGE  # summed at a time, so that temporaries stay in the cache
 
 
@@ -64,26 +66,26 @@ def checksum(pages: memoryview, first_page: int) -> int:
     Black et al., UMAC, 1999); a page's sum is mixed with its place in the extent. So bits that change anywhere, words
     or pages that change places, and pages that go missing all show, but for one in 2^32 at worst.
     """
-    keys = _keys()
+    key = keys()
     total = 0
     for start in range(0, len(pages), _PIECE):
         words = np.frombuffer(pages[start : start + _PIECE], dtype="<u4").reshape(-1, PAGE // 4)
-        keyed = words + keys
+        keyed = words + key
         sums = keyed[:, 0::2].astype(np.uint64) * keyed[:, 1::2]
         sums += words.view("<u8")
         first = first_page + start // PAGE + 1
-        places = np.arange(first, first + len(words), dtype=np.uint64) * np.uint64(_GOLDEN)
+        places = np.arange(first, first + len(words), dtype=np.uint64) * np.uint64(GOLDEN)
         total += int(_mixed(sums.sum(axis=1, dtype=np.uint64) + places).sum(dtype=np.uint64))
     return total % 2**64
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(MIX[0])
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(MIX[1])
     return x ^ (x >> np.uint64(31))
 
 
 @cache
-def _keys() -> np.ndarray:
-    """Two for each word of a page: the numbers that splitmix64 gives from 0 on."""
-    return _mixed(np.arange(1, PAGE // 8 + 1, dtype=np.uint64) * np.uint64(_GOLDEN)).view("<u4")
+def keys() -> np.ndarray:
+    """uint32 [PAGE / 4]: two for each word of a page: the numbers that splitmix64 gives from 0 on."""
+    return _mixed(np.arange(1, PAGE // 8 + 1, dtype=np.uint64) * np.uint64(GOLDEN)).view("<u4")

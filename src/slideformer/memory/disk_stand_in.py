@@ -95,6 +95,7 @@ class _Own:
             head[:] = self._head
         rest = block[len(straight) :]
         rest[:] = staged[: len(rest)]
+        staged[len(rest) :] = bytes(len(staged) - len(rest))  # a device's write leaves there what it finds
         return self._sum(straight, staged, page)
 
     def _split(self, block: memoryview, aligned: bool) -> tuple[memoryview, memoryview]:

@@ -178,7 +178,10 @@ Disk::Result Disk::Own::block(const Move& move, int64_t start, int64_t stop) {
     Result result = move_parts(move.write, move.file, offset, parts.data(), count);
     if (!move.write && result.status == 0) {
         if (start == 0) std::memcpy(move.head, head, kPage);
-        if (rest) std::memcpy(data + whole, staged, rest);
+        if (rest) {
+            std::memcpy(data + whole, staged, rest);
+            std::memset(staged + rest, 0, padded(rest) - rest);  // a device's write leaves there what it finds
+        }
         total = sum();
     }
     result.sum = total;

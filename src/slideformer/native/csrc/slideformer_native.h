@@ -73,8 +73,8 @@ struct sf_disk_moved {
 // Besides 0 and errno. SHORT: the file gave or took no more. STOPPED: sf_disk_stop came before the end; or a fork did.
 enum sf_disk_status { SF_DISK_SHORT = -1, SF_DISK_STOPPED = -2 };
 
-// `threads` threads that move blocks of block_nbytes, whole pages of 4096 bytes. sums: 0 leaves them out, and all are 0.
-// Null if a thread could not be started.
+// `threads` threads that move blocks of block_nbytes, whole pages of 4096 bytes. sums: 0: without, all are
+// 0 then. Null if a thread could not be started.
 SF_API sf_disk* sf_disk_create(int32_t threads, int64_t block_nbytes, int32_t sums);
 // Finishes the blocks under way, drops all others, and joins the threads. Later moves give SF_DISK_STOPPED.
 SF_API void sf_disk_stop(sf_disk* disk);

@@ -1,0 +1,96 @@
+"""Extents move between files and a GPU's memory as they do between files and the host's. Needs kvikio; without it
+tests/memory/test_disk.py says what is tried of the rest: sums, headers, and files."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from memory.pages import noise, on_a_page
+from slideformer.memory import DiskFault, DiskFolder
+from slideformer.memory.disk_extent import PAGE, checksum
+from slideformer.memory.disk_gds import PIECE_NBYTES, device_checksum
+
+kvikio = pytest.importorskip(
+    "kvikio", reason="kvikio is not installed; tests/memory/test_disk.py covers files without it"
+)
+
+MIB = 1 << 20
+SIZES = [1, 4095, 4096, 4097, MIB, 3 * MIB + 4096, 9 * MIB + 5]
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    with DiskFolder(tmp_path / "d", gds=True) as opened:
+        print(f"GPUDirect Storage is {'real' if opened.gds.real else 'emulated'} here")
+        yield opened
+
+
+@pytest.mark.parametrize("nbytes", [4096, PIECE_NBYTES, PIECE_NBYTES + 3 * PAGE])
+def test_the_devices_sum_is_the_specification(nbytes: int) -> None:
+    data = noise(nbytes, 0)
+    assert device_checksum(data.cuda()) == checksum(memoryview(data.numpy()), 0)
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize(("writer", "reader"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+def test_what_one_side_wrote_the_other_reads(folder: DiskFolder, nbytes: int, writer: str, reader: str) -> None:
+    file = folder.file("a", [100, 9 * MIB + 5, 100])
+    file.write(1, noise(9 * MIB + 5, 1))  # so that there is something behind the end
+    data = noise(nbytes, 0)
+    target = on_a_page(nbytes) if reader == "cpu" else torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    file.write(1, data.to(writer))
+    file.read(1, target)
+    assert torch.equal(target.cpu(), data)
+
+
+def test_a_write_waits_for_what_makes_its_data(folder: DiskFolder) -> None:
+    file = folder.file("a", [64 * MIB])
+    data, read = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda"), torch.empty(64 * MIB, dtype=torch.uint8)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(200_000_000)
+        data.fill_(7)
+        file.write(0, data)
+    file.read(0, read)
+    assert (read == 7).all()
+
+
+def test_a_byte_that_somebody_changes_is_found_on_the_device(folder: DiskFolder) -> None:
+    file, data = folder.file("a", [MIB]), noise(MIB, 0).cuda()
+    file.write(0, data)
+    with file.path.open("r+b") as other:
+        other.seek(PAGE + 5000)
+        other.write(b"changed")
+    with pytest.raises(DiskFault, match="is not what this run wrote: its data was changed"):
+        file.read(0, data)
+    file.write(0, data)
+    with file.path.open("r+b") as other:
+        other.truncate(PAGE + 5000)
+    with pytest.raises(DiskFault, match="extent 0 of .*/a could not be read"):
+        file.read(0, data)
+
+
+def test_device_and_host_move_at_once(folder: DiskFolder) -> None:
+    file = folder.file("a", [8 * MIB] * 4)
+    failures: list[BaseException] = []
+
+    def lane(extent: int, device: str) -> None:
+        try:
+            for turn in range(5):
+                data = noise(8 * MIB, 10 * extent + turn).to(device)
+                read = torch.empty_like(data)
+                file.write(extent, data)
+                file.read(extent, read)
+                assert torch.equal(read, data)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=lane, args=(i, ("cuda", "cpu")[i % 2])) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
