@@ -59,7 +59,9 @@ def test_a_bad_line_is_told_in_one_sentence_with_its_place(complaint, line, expe
 
 
 def test_an_unknown_key_that_is_near_nothing_lists_the_known_ones(complaint) -> None:
-    assert complaint(HEAD + "zzz: 1\n").startswith("train.yaml:3: unknown key zzz; known keys: model_name_or_path, ")
+    text = complaint(HEAD + "zzz: 1\n")
+    assert text == f"train.yaml:3: unknown key zzz; known keys: {', '.join(TrainConfig.model_fields)}"
+    assert complaint(HEAD + "cutof_len: 1\n").endswith("unknown key cutof_len: did you mean cutoff_len?")
 
 
 def test_a_missing_key_is_named_with_the_file(complaint) -> None:

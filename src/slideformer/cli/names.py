@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from slideformer.config import DiskSettings, GenerationSettings, TrainConfig
+from slideformer.config import TrainConfig
 from slideformer.config.faults import WrongSettings, unknown
 from slideformer.config.spellings import ALIASES, NEVER
 from slideformer.errors import BadInput
@@ -56,9 +56,7 @@ CONVERTED: dict[str, Callable[[object], object]] = {
     "ac_offload_nvme": _nvme,
 }
 REQUIRED = ("model_name_or_path", "dataset")
-NOT_YET = frozenset(
-    ("num_workers", "dataloader_num_workers", *DiskSettings.model_fields, *GenerationSettings.model_fields)
-)
+NOT_YET = frozenset(("num_workers", "dataloader_num_workers"))
 
 
 def resolve(*sources: Sequence[Setting]) -> Resolved:
@@ -107,7 +105,7 @@ def _canonical(setting: Setting) -> str:
         raise BadInput(f"{setting.where}: {setting.key}: {NEVER[setting.key]}")
     if ALIASES.get(setting.key, setting.key) in NOT_YET:
         raise BadInput(f"{setting.where}: {setting.key} is not available in this version: leave it out")
-    raise BadInput(f"{setting.where}: {unknown(setting.key, [*TrainConfig.model_fields, *ALIASES])}")
+    raise BadInput(f"{setting.where}: {unknown(setting.key, TrainConfig.model_fields, ALIASES)}")
 
 
 def _missing(name: str, settings: dict[str, Setting], sources: Sequence[Sequence[Setting]]) -> str:

@@ -41,9 +41,9 @@ def wrong_settings(error: ValidationError, known: Iterable[str]) -> WrongSetting
     return WrongSettings(f"{name}{inner}: {found}{text}", (name,))
 
 
-def unknown(key: str, known: Iterable[str]) -> str:
-    """That a key is none of those known, and which is near."""
-    near = get_close_matches(key, list(known), n=1)
+def unknown(key: str, known: Iterable[str], also: Iterable[str] = ()) -> str:
+    """That a key is none of those known, and which is near, among `also` too."""
+    near = get_close_matches(key, [*known, *also], n=1)
     return f"unknown key {key}" + (f": did you mean {near[0]}?" if near else f"; known keys: {', '.join(known)}")
 
 
