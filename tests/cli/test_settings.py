@@ -42,7 +42,7 @@ def complaint(load, tmp_path: Path) -> Callable[..., str]:
     [
         ("lerning_rate: 1e-5", "3: unknown key lerning_rate: did you mean learning_rate?"),
         ("learning_rate: fast", "3: learning_rate: found 'fast', should be a valid number"),
-        ("offload_dir: a", "3: offload_dir is not available in this version: leave it out"),
+        ("num_workers: 2", "3: num_workers is not available in this version: leave it out"),
         ("output_dir:", "3: output_dir: found nothing, should be a valid string"),
         ("packing: maybe", "3: packing: found 'maybe', should be a valid boolean"),
         ("dataset_num_proc: 0", "3: dataset_num_proc: found 0, should be greater than or equal to 1"),
