@@ -8,6 +8,8 @@ round, for about so many seconds:
 - `loop-*`: threads that each move blocks of their own, with O_DIRECT and nothing else: what the disk gives.
 - `store-*`: slideformer's files, a lane that reads and a lane that writes, extents of --extent-mib, headers and sums;
   `unsummed-*`: the same without sums, so that their cost is seen.
+- `gds-*`, with --cuda: the same from and to GPU memory through kvikio, `gds` says whether really or emulated;
+  `bounce-*`: through page-locked host memory, one copy after the other.
 - `threads-*`, `io_uring-*`: the same blocks from C++ (disk_engines.cpp), where there is a compiler.
 
 One JSON line each. `ratio` is the rate over that of `loop` or `threads`, whichever is faster; `page_cache_mib` what the
@@ -39,7 +41,7 @@ from slideformer.memory.disk_direct import open_file
 
 MIB = 2**20
 ALIGNED = 4096
-STORES = ("store", "unsummed")
+STORES = ("store", "unsummed", "gds", "bounce")
 KINDS = ("write", "read", "mix")
 ENGINES = Path(__file__).with_name("disk_engines.cpp")
 
@@ -124,17 +126,23 @@ def cuts(blocks: int, threads: int, block: int) -> list[tuple[int, int]]:
 class Store:
     """A file of the store, and a lane each that reads and writes it, from and to two buffers in turn."""
 
-    def __init__(self, folder: DiskFolder, nbytes: int, extent: int) -> None:
+    def __init__(self, folder: DiskFolder, nbytes: int, extent: int, device: str = "cpu") -> None:
         self.num = nbytes // extent
         self.file: DiskFile = folder.file("blocks", [extent] * self.num)
-        self._to, self._from = ([_buffer(extent) for _ in range(2)] for _ in range(2))
-        self._lane(self.file.write, range(self.num), self._from)()
+        self._to, self._from = ([_buffer(extent).to(device) for _ in range(2)] for _ in range(2))
+        self._lane(self.write, range(self.num), self._from)()
+
+    def read(self, extent: int, buffer: torch.Tensor) -> None:
+        self.file.read(extent, buffer)
+
+    def write(self, extent: int, buffer: torch.Tensor) -> None:
+        self.file.write(extent, buffer)
 
     def run(self, kind: str) -> float:
         half = self.num // 2
         reads = {"read": range(self.num), "write": range(0), "mix": range(half)}[kind]
         writes = {"read": range(0), "write": range(self.num), "mix": range(half, self.num)}[kind]
-        lanes = ((self.file.read, reads, self._to), (self.file.write, writes, self._from))
+        lanes = ((self.read, reads, self._to), (self.write, writes, self._from))
         return timed([self._lane(*lane) for lane in lanes if len(lane[1])])
 
     def _lane(
@@ -145,6 +153,22 @@ class Store:
                 call(extent, buffers[turn % 2])
 
         return run
+
+
+class Bounce(Store):
+    """Buffers on the GPU, and page-locked memory between them and the file."""
+
+    def __init__(self, folder: DiskFolder, nbytes: int, extent: int) -> None:
+        self._in, self._out = (torch.empty(extent, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+        super().__init__(folder, nbytes, extent, "cuda")
+
+    def read(self, extent: int, buffer: torch.Tensor) -> None:
+        self.file.read(extent, self._in)
+        buffer.copy_(self._in)
+
+    def write(self, extent: int, buffer: torch.Tensor) -> None:
+        self._out.copy_(buffer)
+        self.file.write(extent, self._out)
 
 
 def _buffer(nbytes: int) -> torch.Tensor:
@@ -192,11 +216,12 @@ def page_cache_nbytes() -> int:
 
 
 Sizes = dict[str, int]
+Facts = dict[str, object]
 
 
-def measure(args: argparse.Namespace, inside: Path) -> tuple[dict[str, list[float]], dict[str, float], Sizes, bool]:
-    """(seconds by case, growth of the page cache in MiB by case, bytes moved by `store` and by the others, whether the
-    store passes the cache)"""
+def measure(args: argparse.Namespace, inside: Path) -> tuple[dict[str, list[float]], dict[str, float], Sizes, Facts]:
+    """(seconds by case, growth of the page cache in MiB by case, bytes moved by stores and by the others, whether
+    stores pass the cache, and how gds works)"""
     nbytes, extent, block = (int(size) for size in (args.gib * GIB, args.extent_mib * MIB, args.block_mib * MIB))
     if nbytes < 2 * max(extent, block * args.threads):
         raise SystemExit(f"{args.gib} GiB are not two extents, or two blocks a thread: raise --gib or lower the others")
@@ -208,12 +233,17 @@ def measure(args: argparse.Namespace, inside: Path) -> tuple[dict[str, list[floa
     ends = time.perf_counter() + args.seconds
     loop = Loop(inside / "blocks", *sizes)
     with ExitStack() as opened:
-        stores, directs = {}, []
-        for name, sums in (("store", True), ("unsummed", False)):
-            made = DiskFolder(inside / name, threads=args.threads, block_nbytes=block, sums=sums)
-            folder = opened.enter_context(made)
-            stores[name] = Store(folder, moved["store"], extent)
-            directs.append(folder.direct)
+
+        def folder(name: str, *, sums: bool = True, gds: bool = False) -> DiskFolder:
+            made = DiskFolder(inside / name, threads=args.threads, block_nbytes=block, sums=sums, gds=gds)
+            return opened.enter_context(made)
+
+        folders = {"store": folder("store"), "unsummed": folder("unsummed", sums=False)}
+        stores = {name: Store(one, moved["store"], extent) for name, one in folders.items()}
+        if args.cuda:
+            folders |= {"gds": folder("gds", gds=True), "bounce": folder("bounce")}
+            stores["gds"] = Store(folders["gds"], moved["store"], extent, "cuda")
+            stores["bounce"] = Bounce(folders["bounce"], moved["store"], extent)
         last = 0.0
         while not took or time.perf_counter() + last < ends:
             began = time.perf_counter()
@@ -229,24 +259,28 @@ def measure(args: argparse.Namespace, inside: Path) -> tuple[dict[str, list[floa
                 for case, seconds in engines(program, inside / "blocks", *sizes).items():
                     took.setdefault(case, []).append(seconds)
             last = time.perf_counter() - began
+        facts = {"direct": all(one.direct for one in folders.values()), "gds": None}
+        if args.cuda:
+            facts["gds"] = "real" if folders["gds"].gds.real else "emulated"
     os.close(loop.file)
-    return took, grown, moved, all(directs)
+    return took, grown, moved, facts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk")
-    parser.add_argument("--gib", type=float, default=2.0, help="size of each of three files")
+    parser.add_argument("--gib", type=float, default=2.0, help="size of each of three files; of five with --cuda")
     parser.add_argument("--block-mib", type=float, default=1.0)
     parser.add_argument("--extent-mib", type=float, default=64.0)
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=30.0, help="at least one round is done")
+    parser.add_argument("--cuda", action="store_true", help="also from and to a GPU's memory; needs kvikio")
     parser.add_argument("--run", help="id of the call that this belongs to")
     parser.add_argument("--out", help="file that lines are added to")
     args = parser.parse_args()
     common = shared("disk", args.run or new_run(), sys.argv)
     with tempfile.TemporaryDirectory(dir=args.folder) as inside:
-        took, grown, moved, direct = measure(args, Path(inside))
+        took, grown, moved, facts = measure(args, Path(inside))
     nbytes = {case: moved["store" if case.startswith(STORES) else "loop"] for case in took}
     rates = {case: nbytes[case] / statistics.median(times) for case, times in took.items()}
     for case, times in took.items():
@@ -254,7 +288,8 @@ def main() -> None:
         line = {
             "case": case,
             "cpu_threads": args.threads,
-            "direct": direct,
+            "direct": facts["direct"],
+            "gds": facts["gds"] if name == "gds" else None,
             "block_mib": args.block_mib,
             "extent_mib": args.extent_mib if name in STORES else None,
             "nbytes": nbytes[case],
