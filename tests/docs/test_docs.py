@@ -155,6 +155,8 @@ ELSEWHERE = {  # tried where they are made
     "another process is writing to": "train/output.py",
     "the checkpoints need": "train",
     "the run goes on unseen": "train/steady.py",
+    "has files that are not an earlier export's": "train/export.py",
+    "lines are missing until there is room": "train/lines.py",
     "standard output cannot be written": "cli/exits.py",
 }
 
