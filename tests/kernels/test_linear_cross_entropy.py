@@ -11,8 +11,17 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from slideformer.kernels.linear_cross_entropy import SlicedLoss, Softmax, loss_and_grads, loss_only
+from slideformer.kernels.linear_cross_entropy import (
+    CHUNK_TOKENS,
+    SlicedLoss,
+    Softmax,
+    chunk_tokens,
+    loss_and_grads,
+    loss_only,
+)
 
 U = 2.0**-24
 BF16 = 2.0**-8
@@ -298,3 +307,22 @@ def test_by_slices_what_is_not_wanted_is_not_needed(generator):
     loss.grads(0, weight, None, weight_sum=None, bias_sum=None, overwrite=True)
     whole = run(hidden, weight, None, labels, PLAIN, chunk=20)
     assert_within(loss.hidden_grad(), whole[1].double(), whole[1].abs() * 1e-5 + 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "multiprocessors", "chunk"),
+    [
+        (16384, 3072, 132, 2816),  # 22 x 12 tiles: two full rounds
+        (32768, 3072, 132, 2816),
+        (16384, 4096, 132, 3072),  # 24 x 16 tiles: three rounds, nearly full
+        (3000, 3072, 132, 3000),
+        (0, 64, 132, 1),
+    ],
+)
+def test_a_chunks_tiles_fill_the_multiprocessors(tokens, width, multiprocessors, chunk):
+    assert chunk_tokens(tokens, width, multiprocessors) == chunk
+
+
+@given(tokens=st.integers(1, 100_000), width=st.integers(1, 20_000), multiprocessors=st.integers(1, 300))
+def test_a_chunk_is_never_larger_than_its_memory_allows(tokens, width, multiprocessors):
+    assert 1 <= chunk_tokens(tokens, width, multiprocessors) <= min(CHUNK_TOKENS, tokens)
