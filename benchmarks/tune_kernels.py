@@ -34,17 +34,19 @@ ELEMENTWISE = ("rms_norm", "rotary", "glu", "softmax")
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel with one launch shape. constants: of the module, set while it runs. nbytes: what must be moved."""
+    """One kernel with one launch shape. constants: of the module, set while it runs; none: as it is, or `name`. nbytes:
+    what must be moved."""
 
     group: str
     constants: dict[str, object]
     work: Callable[[], object]
     nbytes: int
     module: object
+    name: str = "as it is"
 
     @property
     def label(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self.constants.items())
+        return ", ".join(f"{name}={value}" for name, value in self.constants.items()) or self.name
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
@@ -120,7 +122,8 @@ def rotary_variants(place: Place, heads: int, kv: int) -> Iterator[Variant]:
     if util.find_spec("liger_kernel") is not None and place.device.type != "cpu":
         from liger_kernel.ops.rope import LigerRopeFunction
 
-        yield Variant(group, {}, without_graph(lambda: LigerRopeFunction.apply(q, k, cos, sin)), nbytes, rotary)
+        liger = without_graph(lambda: LigerRopeFunction.apply(q, k, cos, sin))
+        yield Variant(group, {}, liger, nbytes, rotary, "liger")
 
 
 def glu_variants(place: Place, width: int) -> Iterator[Variant]:
@@ -128,8 +131,9 @@ def glu_variants(place: Place, width: int) -> Iterator[Variant]:
     leaves = [gate.requires_grad_(), up.requires_grad_()]
     work = partial(glu.glu, *leaves, activation="silu")
     back = again(work(), leaves, [grad])
-    for block, num_warps in itertools.product((1024, 2048, 4096, 8192), (4, 8, 16)):
-        constants = {"MAX_BLOCK": block, "NUM_WARPS": num_warps}
+    shapes = [(block, warps) for block in (1024, 2048, 4096, 8192) for warps in (4, 8, 16) if block >= 128 * warps]
+    chosen = [{"MAX_BLOCK": block, "WHOLE_BLOCK": block, "WARP_NUMEL": block // warps} for block, warps in shapes]
+    for constants in ({}, *chosen):
         yield Variant(f"glu forward, {width}", constants, without_graph(work), 3 * gate.nbytes, glu)
         yield Variant(f"glu backward, {width}", constants, back, 5 * gate.nbytes, glu)
 
@@ -150,15 +154,16 @@ def loss_variants(place: Place, vocab: int, width: int, tokens: int = 16384) -> 
     )
     total = torch.empty(vocab, width, device=place.device)
 
-    def work(chunk: int) -> object:
+    def work(chunk: int | None) -> object:
         return linear_cross_entropy.loss_and_grads(
             hidden, weight, None, labels, linear_cross_entropy.Softmax(), denominator=float(tokens), weight_sum=total,
             bias_sum=None, overwrite=True, chunk=chunk,
         )  # fmt: skip
 
-    for chunk in (1024, 2048, 4096):
+    for chunk in (None, 1408, 2048, 2816, 3072, 4096):
         group = f"linear cross entropy, {tokens} tokens, {vocab} x {width}"
-        yield Variant(group, {"CHUNK_TOKENS": chunk}, partial(work, chunk), 0, linear_cross_entropy)
+        name = f"chunks of {chunk}" if chunk else "as it is"
+        yield Variant(group, {}, partial(work, chunk), 0, linear_cross_entropy, name)
 
 
 def groups(args: argparse.Namespace, only: list[str]) -> Iterator[Callable[[], Iterator[Variant]]]:
@@ -205,7 +210,7 @@ def measure(variants: Iterator[Variant], clock: Clock, copy_gbps: float, args: a
         for ms, variant in [*measured[: args.top], *(one for one in default if one not in measured[: args.top])]:
             share = f"{variant.nbytes / ms / 1e6 / copy_gbps:.3f} of the copy  " if variant.nbytes else ""
             now = "  (now)" if (ms, variant) in default and variant.constants else ""
-            print(f"  {ms:8.4f} ms  {share}{variant.label or 'liger'}{now}", flush=True)
+            print(f"  {ms:8.4f} ms  {share}{variant.label}{now}", flush=True)
 
 
 def main() -> None:

@@ -55,9 +55,9 @@ def test_launch_shapes_are_told_fastest_first_with_the_present_one():
     groups = [row for row in told if not row.startswith(" ")]
     assert groups == [
         "rotary, 24+8 heads, 4 variants", "rotary, 32+8 heads, 4 variants",
-        "linear cross entropy, 16 tokens, 64 x 32, 3 variants",
+        "linear cross entropy, 16 tokens, 64 x 32, 6 variants",
     ]  # fmt: skip
-    assert [row.endswith("NUM_WARPS=4  (now)") or "CHUNK_TOKENS=2048  (now)" in row for row in told].count(True) == 3
+    assert [row.endswith(("NUM_WARPS=2  (now)", "as it is")) for row in told].count(True) == 3
     times = [float(row.split()[0]) for row in told[1:3] if row.startswith(" ")]
     assert times == sorted(times) and all(time > 0 for time in times)
 

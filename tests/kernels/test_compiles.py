@@ -48,7 +48,7 @@ KERNELS: dict[str, dict[str, object]] = {
     "rms_norm._backward": {
         "grad_ptr": "*bf16", "sum_grad_ptr": "*bf16", "x_ptr": "*bf16", "weight_ptr": "*bf16", "x_grad_ptr": "*bf16",
         "num_rows": "i32", "num_columns": "i32", "ADD": True, "ROUND_FIRST": True, "WEIGHT_GRAD": True, "ROWS": 1,
-        "HEAD": 2048, "TAIL": 1024, "STAGES": 2,
+        "HEAD": 2048, "TAIL": 1024, "STAGES": 3, "PER_SUM": 2,
     },
     "rms_norm._add_up": {
         "out_ptr": "*bf16", "num_sums": "i32", "num_columns": "i32", "SUMS": 64, "COLUMNS": 32,

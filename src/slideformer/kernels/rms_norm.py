@@ -9,11 +9,12 @@ the GPU runs at once, each of which has the next rows on their way while it work
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
+
+from slideformer.kernels.multiprocessors import multiprocessors
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,16 @@ class Launch:
 
 # Elements of one tile: several short rows (heads of 128) share a program, a long row has one to itself.
 TILE = 4096
-FORWARD = Launch(num_warps=8, num_stages=1, programs_per_sm=0)
-BACKWARD = Launch(num_warps=8, num_stages=2, programs_per_sm=3)
-# Warps of rows that are longer than a tile.
-LONG_WARPS = 16
+# Shares of the copy's bandwidth at rows of 3,072, 4,096 and 2,048 in bf16 (H200, triton 3.6, 2026-11-30,
+# benchmarks/tune_kernels.py): forward 0.97, 0.96, 0.94, with the addition 0.98, 0.95, 0.94 (8 warps: 0.66, 0.91, 0.88).
+FORWARD = Launch(num_warps=4, num_stages=1, programs_per_sm=0)
+# Backward 0.91, 0.92, 0.92, with the addition 0.99, 0.96, 0.96 (8 warps, 2 stages, 3 programs: 0.77, 0.64, 0.64).
+BACKWARD = Launch(num_warps=4, num_stages=3, programs_per_sm=2)
+# Warps of tiles of several rows, where backward with 4 runs out of registers, and of rows that are longer than a tile.
+SHORT_WARPS, LONG_WARPS = 8, 16
+# Programs that add to one row of sums of the weight's gradient. Two, and no more: a sum of two numbers has the same
+# bits whichever comes first.
+PROGRAMS_PER_SUM = 2
 # The tile of the last sum, of the programs' shares: 3,072 columns are 96 programs, and 128 bytes of a row one access.
 SUM_ROWS, SUM_COLUMNS = 64, 32
 
@@ -48,6 +55,14 @@ def reference(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: floa
 @triton.jit
 def _load(ptr, at, mask):
     return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _early(normed, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
+    """What meets the weight, and its gradient: rounded, as the model does, where an ulp of bf16 is 2**-8."""
+    if ROUND_FIRST:
+        normed = normed.to(dtype).to(tl.float32)
+    return normed
 
 
 @triton.jit
@@ -96,14 +111,10 @@ def _forward(
             total += tl.sum(tail_x * tail_x, axis=1)
         rstd = 1.0 / tl.sqrt(total / num_columns + eps)
         tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
-        normed = x * rstd[:, None]
-        if ROUND_FIRST:  # as the model does: an ulp of bf16 is 2**-8
-            normed = normed.to(dtype).to(tl.float32)
+        normed = _early(x * rstd[:, None], dtype, ROUND_FIRST)
         tl.store(out_ptr + at + head, (normed * head_weight).to(dtype), mask=there)
         if TAIL:
-            normed = tail_x * rstd[:, None]
-            if ROUND_FIRST:
-                normed = normed.to(dtype).to(tl.float32)
+            normed = _early(tail_x * rstd[:, None], dtype, ROUND_FIRST)
             tl.store(out_ptr + at + tail, (normed * tail_weight).to(dtype), mask=there & in_tail)
 
 
@@ -123,7 +134,7 @@ def _backward(
     weight_ptr,
     rstd_ptr,
     x_grad_ptr,  # may be grad_ptr: an element is read before it is written, by the same program
-    weight_grad_ptr,  # fp32, a row for each program
+    weight_grad_ptr,  # fp32 zeros, a row for each PER_SUM programs
     num_rows,
     num_columns,
     offset,
@@ -134,6 +145,7 @@ def _backward(
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     STAGES: tl.constexpr,
+    PER_SUM: tl.constexpr,
 ):
     dtype = x_grad_ptr.dtype.element_ty
     head = tl.arange(0, HEAD)[None, :]
@@ -159,23 +171,19 @@ def _backward(
         x_grad = _x_grad(grad * head_weight, normed, mean, rstd, sum_grad_ptr, at + head, there, ADD)
         tl.store(x_grad_ptr + at + head, x_grad.to(dtype), mask=there)
         if WEIGHT_GRAD:
-            if ROUND_FIRST:
-                normed = normed.to(dtype).to(tl.float32)
-            head_sum += grad * normed
+            head_sum += grad * _early(normed, dtype, ROUND_FIRST)
         if TAIL:
             mask = there & in_tail
             x_grad = _x_grad(tail_grad * tail_weight, tail_normed, mean, rstd, sum_grad_ptr, at + tail, mask, ADD)
             tl.store(x_grad_ptr + at + tail, x_grad.to(dtype), mask=mask)
             if WEIGHT_GRAD:
-                if ROUND_FIRST:
-                    tail_normed = tail_normed.to(dtype).to(tl.float32)
-                tail_sum += tail_grad * tail_normed
+                tail_sum += tail_grad * _early(tail_normed, dtype, ROUND_FIRST)
     if WEIGHT_GRAD:
-        weight_grad_ptr += tl.program_id(0) * num_columns
-        tl.store(weight_grad_ptr + tl.arange(0, HEAD), tl.sum(head_sum, axis=0))
+        sums = weight_grad_ptr + tl.program_id(0) // PER_SUM * num_columns
+        tl.atomic_add(sums + tl.arange(0, HEAD), tl.sum(head_sum, axis=0), sem="relaxed")
         if TAIL:
             columns = HEAD + tl.arange(0, TAIL)
-            tl.store(weight_grad_ptr + columns, tl.sum(tail_sum, axis=0), mask=columns < num_columns)
+            tl.atomic_add(sums + columns, tl.sum(tail_sum, axis=0), mask=columns < num_columns, sem="relaxed")
 
 
 @triton.jit
@@ -191,21 +199,14 @@ def _add_up(sum_ptr, out_ptr, num_sums, num_columns, SUMS: tl.constexpr, COLUMNS
     tl.store(out_ptr + columns, out, mask=columns < num_columns)
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":  # the interpreter runs one program after another
-        return 1
-    return triton.runtime.driver.active.utils.get_device_properties(device.index)["multiprocessor_count"]
-
-
 def _shape(num_rows: int, num_columns: int, launch: Launch, device: torch.device) -> tuple[int, dict[str, int]]:
     """Number of programs, and the tile's sizes."""
     head = triton.next_power_of_2(num_columns + 1) // 2
     tail = triton.next_power_of_2(num_columns - head) if num_columns > head else 0
     rows = max(TILE // (head + tail), 1)
     tiles = triton.cdiv(num_rows, rows)
-    most = launch.programs_per_sm * _multiprocessors(device) or tiles
-    num_warps = launch.num_warps if head + tail <= TILE else LONG_WARPS
+    most = launch.programs_per_sm * multiprocessors(device) or tiles
+    num_warps = LONG_WARPS if head + tail > TILE else launch.num_warps if rows == 1 else SHORT_WARPS
     sizes = {"ROWS": triton.next_power_of_2(rows + 1) // 2, "HEAD": head, "TAIL": tail}
     return min(tiles, most), {**sizes, "STAGES": launch.num_stages, "num_warps": num_warps}
 
@@ -251,7 +252,8 @@ class _RmsNorm(torch.autograd.Function):
         x_grad = grad if ctx.overwrite_grad else torch.empty_like(x)
         num_programs, sizes = _shape(num_rows, num_columns, BACKWARD, x.device)
         wants_weight = ctx.needs_input_grad[2]
-        sums = torch.empty(num_programs if wants_weight else 0, num_columns, dtype=torch.float32, device=x.device)
+        num_sums = triton.cdiv(num_programs, PROGRAMS_PER_SUM) if wants_weight else 0
+        sums = torch.zeros(num_sums, num_columns, dtype=torch.float32, device=x.device)
         _backward[(num_programs,)](
             grad,
             grad if total_grad is None else total_grad.contiguous(),
@@ -266,6 +268,7 @@ class _RmsNorm(torch.autograd.Function):
             ADD=total_grad is not None,
             ROUND_FIRST=round_first,
             WEIGHT_GRAD=wants_weight,
+            PER_SUM=PROGRAMS_PER_SUM,
             enable_fp_fusion=True,
             **sizes,
         )

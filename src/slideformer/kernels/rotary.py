@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-NUM_WARPS = 4
+# 24 + 8 heads of 128, bf16: 0.1015 ms with 2 warps, 0.1028 with 4, 0.1023 with 1 (H200, 2026-11-30, tune_kernels.py).
+NUM_WARPS = 2
 
 
 def reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
