@@ -11,6 +11,7 @@ import torch
 from kernels.elementwise import CONVENTIONS, check_glu, check_rms_norm, check_rotary
 from kernels.test_linear_cross_entropy import DENOMINATOR, PLAIN, SCALED, assert_within, by_slices, exact
 from slideformer.kernels.linear_cross_entropy import SlicedLoss, Softmax, loss_and_grads, loss_only
+from slideformer.kernels.rms_norm import rms_norm
 
 
 def sizes(*of_bf16: tuple, others: int = 1) -> pytest.MarkDecorator:
@@ -26,6 +27,14 @@ def sizes(*of_bf16: tuple, others: int = 1) -> pytest.MarkDecorator:
 @sizes((5, 123, 123), (4096, 3072), (2, 1024, 32, 128), (300, 4097), (7, 20_000), others=2)
 def test_rms_norm(size, adds, convention, dtype):
     check_rms_norm(dtype, size, "cuda", convention=convention, adds=adds, overwrite_grad=True)
+
+
+def test_the_norms_weight_gradient_has_the_same_bits_every_time():
+    """Pairs of programs add to one row of sums, in whatever order they come."""
+    x, grad = (torch.randn(32768, 3072, device="cuda").bfloat16() for _ in range(2))
+    weight = torch.randn(3072, device="cuda").bfloat16().requires_grad_()
+    found = [torch.autograd.grad(rms_norm(x, weight, eps=1e-6), weight, grad)[0] for _ in range(20)]
+    assert all(torch.equal(again, found[0]) for again in found)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
