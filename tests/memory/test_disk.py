@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,6 +116,27 @@ def test_lanes_read_and_write_at_once(opened) -> None:
         for thread in threads:
             thread.join()
     assert failures == []
+
+
+def test_a_short_call_does_not_wait_for_all_of_a_long_one(tmp_path: Path) -> None:
+    with DiskFolder(tmp_path / "d", threads=2, block_nbytes=BLOCK) as folder:
+        file, data = folder.file("a", [16 * MIB, 100]), noise(16 * MIB, 0)
+        file.write(1, data[:100])
+        ended_s: dict[str, float] = {}
+
+        def write() -> None:
+            file.write(0, data)
+            ended_s["long"] = time.perf_counter()
+
+        long = threading.Thread(target=write)
+        long.start()
+        while folder.writes.running == 0:
+            pass
+        began_s = time.perf_counter()
+        file.read(1, on_a_page(100))
+        ended_s["short"] = time.perf_counter()
+        long.join()
+    assert ended_s["short"] - began_s < (ended_s["long"] - began_s) / 2  # a block behind two of 1,024
 
 
 def test_an_extent_that_was_never_written_cannot_be_read(opened) -> None:

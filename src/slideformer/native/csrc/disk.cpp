@@ -132,13 +132,14 @@ struct Disk::Move {
     }
 };
 
-// A thread's memory: a page for a header, then a block, of which the pages are touched that are needed.
+// A thread's memory: a page for a header, then a block, of which the pages are touched that are needed. Shared: private
+// pages become copies when the process forks, and a read that is under way then ends in the other one (before Linux 6.5).
 struct Disk::Own {
     const int64_t nbytes;
     char* head;
 
     explicit Own(int64_t block_nbytes) : nbytes(kPage + block_nbytes) {
-        void* at = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        void* at = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         if (at == MAP_FAILED) throw std::bad_alloc();
         head = static_cast<char*>(at);
     }
