@@ -35,6 +35,8 @@ WARMUP = 3
 OPS = "norm,residual,rotary,swiglu,cross_entropy,adamw,squared_norm,block,packed"
 TOGETHER = ("norm,residual", "rotary,swiglu", "cross_entropy", "block", "packed,adamw,squared_norm")
 """Ops that one process compiles."""
+COMPILE_S = 75.0
+"""Seconds that these processes may take."""
 
 
 class Clock:
@@ -132,10 +134,17 @@ def compile_all(args: argparse.Namespace) -> None:
     sizes = ["--batch", args.batch, "--seq", args.seq, "--loss-tokens", args.loss_tokens, "--once"]
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
     command = [sys.executable, __file__, *map(str, sizes)]
+    until = time.monotonic() + COMPILE_S
     processes = [subprocess.Popen([*command, *call], env=environment, stdout=subprocess.DEVNULL) for call in calls]
     for process, call in zip(processes, calls, strict=True):
-        if process.wait():  # it will fail again below, or be compiled there
+        try:
+            status = process.wait(max(until - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = process.wait()
+        if status:  # it will fail again below, or be compiled there
             print(f"was not compiled ahead: {' '.join(call)}", file=sys.stderr)
+    print(f"compiled ahead in {COMPILE_S + time.monotonic() - until:.0f} s", file=sys.stderr)
 
 
 def made(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, Op]]:
@@ -159,9 +168,10 @@ def run(args: argparse.Namespace) -> None:
     device = torch.device(args.device)
     if args.once:
         for _, op in made(args, device):
-            for work in op.impls.values():
-                op.prepare()
-                work()
+            for name, work in op.impls.items():
+                if name != "eager":  # which compiles nothing, and takes most memory
+                    op.prepare()
+                    work()
         return
     if device.type == "cuda":
         compile_all(args)

@@ -1,17 +1,24 @@
-"""Host memory that engines of one process take one after another: touched once, which takes longer than all else.
+"""Engines that are ready soon: host memory that they take one after another, and weights that are drawn once.
 
-While a `HostPool` is open, arenas are parts of one mapping. Each engine must be gone before `reset`.
+Touching memory takes longer than all else. While a `HostPool` is open, arenas are parts of one mapping. Each engine
+must be gone before `reset`.
 """
 
 from __future__ import annotations
 
 import mmap
+import re
 
 import torch
 
 import slideformer.memory.host as host
+from shapes import random_weight
+from slideformer.engine import Engine
 
 PAGE = 4096
+
+STATE_NBYTES = 12.5
+"""Bytes of host memory a parameter: the state, and some for what lies beside it."""
 
 
 class HostPool:
@@ -48,3 +55,14 @@ class HostPool:
 
     def __exit__(self, *exc: object) -> None:
         host.mmap = self._before
+
+
+def fill_alike(engine: Engine) -> None:
+    """Random weights, drawn once for all blocks."""
+    drawn: dict[str, torch.Tensor] = {}
+    for index, unit in enumerate(engine.layout.units):
+        for param in unit.params:
+            name = re.sub(r"\.\d+\.", ".0.", param.name)
+            if name not in drawn:
+                drawn[name] = random_weight(name, param.shape, engine.device.torch_device).cpu().flatten()
+            engine.write(index, unit.offsets[param.name], drawn[name])

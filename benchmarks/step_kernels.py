@@ -22,8 +22,9 @@ import torch
 
 from cases import MODULES, Settings, parse_case
 from cases.loop import open_torch_device
-from cases.ours import _fill, _steps, options_of
+from cases.ours import _steps, options_of
 from lines import host_peak_gib, new_run, shared, write
+from pool import STATE_NBYTES, HostPool, fill_alike
 from report import read
 from rules import Line, line_faults
 from shapes import shape
@@ -56,13 +57,14 @@ def decoders(settings: Settings, device: torch.device) -> Iterator[tuple[str, De
 
 
 def run(settings: Settings, run_id: str, out: str | None) -> None:
-    with open_device(settings.device) as device:
+    with HostPool() as pool, open_device(settings.device) as device:
         torch.zeros(1, device=open_torch_device(settings))  # sets the limit; the context is not ours to count
         before, began = host_peak_gib(), time.perf_counter()
         variants = decoders(settings, device.torch_device)
         name, decoder = next(variants)
+        pool.reset(int(STATE_NBYTES * sum(unit.numel for unit in decoder.layout.units)))
         with Engine(decoder, device, options_of(settings, decoder.layout)) as engine:
-            _fill(engine, device)
+            fill_alike(engine)
             ready_s = round(time.perf_counter() - began, 1)
             actions = engine.executor._actions[OpKind.FORWARD].__self__
             while True:
@@ -106,7 +108,8 @@ def main() -> int:
     parser.add_argument("--num-layers", type=int, help="cut the shape")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seq", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--case", default="ours-resident:eager", help="ours-streamed, ours-auto, also :deferred")
     parser.add_argument("--gpu-limit", type=float, help="GiB")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
@@ -125,6 +128,7 @@ def main() -> int:
         batch=args.batch,
         seq=args.seq,
         steps=args.steps,
+        warmup=args.warmup,
         update=case.update,
         max_grad_norm=1.0 if case.clips else 0.0,
         gpu_limit_gib=case.gpu_limit_gib or args.gpu_limit,

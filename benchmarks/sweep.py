@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,10 +23,10 @@ from pathlib import Path
 import torch
 
 from lines import GIB, new_run, shared, spread, write
-from pool import HostPool
+from pool import STATE_NBYTES, HostPool, fill_alike
 from report import read
 from rules import Line
-from shapes import random_tokens, random_weight, shape
+from shapes import random_tokens, shape
 from slideformer.data.batches import MicroBatch
 from slideformer.device import open_device
 from slideformer.engine import Engine, EngineOptions
@@ -42,8 +41,6 @@ WARMUP = 2
 LR = 1e-5
 STEP_OFF, BYTES_OVER, AUTO_OVER = 0.10, 1.05, 1.03
 AUTO = "auto"
-STATE_NBYTES = 12.5
-"""Bytes of host memory a parameter: the state, and some for what lies beside it."""
 
 
 def by_hand(layout: Layout, options: EngineOptions) -> dict[str, EngineOptions]:
@@ -108,7 +105,7 @@ def run(
     began = time.perf_counter()
     pool.reset(int(STATE_NBYTES * sum(unit.numel for unit in decoder.layout.units)))
     with open_device(args.device) as device, Engine(decoder, device, options) as engine:
-        _fill(engine)
+        fill_alike(engine)
         if device.kind == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -140,17 +137,6 @@ def _by_the_clock(engine: Engine, options: EngineOptions) -> list[tuple[str, Eng
     found = [(name, replace(hand, sliced_head=sliced)) for name, hand in found if hand != engine.options]
     fitting = [(name, hand) for name, hand in found if room.used(hand) <= nbytes]
     return sorted(fitting, key=lambda one: room.step_s(one[1]))
-
-
-def _fill(engine: Engine) -> None:
-    """Random weights, drawn once for all blocks."""
-    drawn: dict[str, torch.Tensor] = {}
-    for index, unit in enumerate(engine.layout.units):
-        for param in unit.params:
-            name = re.sub(r"\.\d+\.", ".0.", param.name)
-            if name not in drawn:
-                drawn[name] = random_weight(name, param.shape, engine.device.torch_device).cpu().flatten()
-            engine.write(index, unit.offsets[param.name], drawn[name])
 
 
 def _steps(engine: Engine, args: argparse.Namespace) -> list[float]:

@@ -14,6 +14,7 @@ over the ~2,000 tokens of a step.
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from slideformer.model.decoder import Decoder
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from shapes import random_pieces, random_tokens  # noqa: E402
+from shapes import random_tokens, random_weight  # noqa: E402
 
 ROWS, LENGTH, STEPS = 4, 512, 20
 UNIT = 10 * 2.0**-8 / (ROWS * LENGTH) ** 0.5
@@ -48,22 +49,23 @@ def config() -> LlamaConfig:
     )
 
 
+@cache
+def weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return random_weight(name, shape, "cuda").cpu().flatten()
+
+
 def losses(dtype: torch.dtype, kernels: str, *, sliced_head: bool = False) -> torch.Tensor:
     """Of every step. The rows of two steps alternate, so that there is something to learn."""
     decoder = Decoder(config(), dtype=dtype, tile_numel=8 << 20, device="cuda", kernels=kernels)
     if kernels == "triton":
         assert set(decoder.kernels.values()) == {"triton"}
-    options = EngineOptions(
-        micro_batch_size=ROWS, max_length=LENGTH, window=2, update="deferred", sliced_head=sliced_head, late=()
-    )
+    fixed = {"sliced_head": sliced_head, "saved_on_device": None, "ahead": (), "late": ()}
+    options = EngineOptions(micro_batch_size=ROWS, max_length=LENGTH, window=2, update="deferred", **fixed)
     batches = [[MicroBatch(t, t)] for t in (random_tokens(i, ROWS, LENGTH, 49152) for i in range(2))]
     with CudaDevice() as device, Engine(decoder, device, options) as engine:
         for index, unit in enumerate(decoder.layout.units):
             for param in unit.params:
-                offset = unit.offsets[param.name]
-                for piece in random_pieces(param.name, param.shape, "cuda"):
-                    engine.write(index, offset, piece.cpu())
-                    offset += piece.numel()
+                engine.write(index, unit.offsets[param.name], weight(param.name, param.shape))
         found = [engine.step(batches[i % 2], lr=3e-4) for i in range(STEPS)]
         return torch.tensor([result.loss for result in found], dtype=torch.float64)
 
