@@ -300,14 +300,19 @@ class DiskFile:
         assert self._on_device is not None, "a tensor of a device was let in without gds"
         return self._on_device
 
+    def _why(self, short: ShortFile) -> str:
+        try:
+            size = os.fstat(self._file).st_size
+        except OSError:  # closed meanwhile
+            return str(short)
+        return f"the file was cut to {size} of {self.nbytes} bytes" if size < self.nbytes else str(short)
+
     @contextmanager
     def _told(self, extent: int, done: str) -> Iterator[None]:
         try:
             yield
         except ShortFile as short:
-            size = os.fstat(self._file).st_size
-            cut = f"the file was cut to {size} of {self.nbytes} bytes" if size < self.nbytes else str(short)
-            raise DiskFault(f"extent {extent} of {self.path} could not be {done}: {cut}") from None
+            raise DiskFault(f"extent {extent} of {self.path} could not be {done}: {self._why(short)}") from None
         except Stopped:
             raise DiskFault(f"extent {extent} of {self.path} could not be {done}: the folder was closed") from None
         except OSError as error:
