@@ -98,6 +98,25 @@ def test_buffers_stay_for_calls_that_need_no_more():
         assert engine._generation is not first
 
 
+def test_a_caller_who_leaves_in_the_middle_leaves_nothing_at_work():
+    """An exception of `told`, as a Ctrl-C: training goes on bit for bit, and so does the next text."""
+
+    def leave(_: list[tuple[int, int]]) -> None:
+        raise KeyboardInterrupt
+
+    hashes = []
+    for leaves in (False, True):
+        with engine_on(toy_decoder("llama"), toy_options(**EAGER)) as engine:
+            write_weights(engine.layout, engine)
+            if leaves:
+                with pytest.raises(KeyboardInterrupt):
+                    engine.generate(prompts_of(9, 4), Sampling(max_new_tokens=20), leave)
+            engine.step(toy_batch(1), lr=LR)
+            found = engine.generate(prompts_of(9, 4), NEW).tokens
+            hashes.append((found, state_hashes(engine)))
+    assert hashes[0] == hashes[1]
+
+
 def test_prompts_of_nothing_are_refused_and_a_torn_state_says_nothing():
     with engine_on(toy_decoder("llama"), toy_options(**EAGER)) as engine:
         write_weights(engine.layout, engine)

@@ -243,7 +243,8 @@ class Engine:
         self._require_whole()
         lengths = [len(prompt) for prompt in prompts]
         shape = shape_of(self.decoder, lengths, sampling.max_new_tokens, self._shape.micro_tokens)
-        if self._generation is None or not self._generation.shape.covers(shape):
+        made = self._generation
+        if made is None or not made.usable or not made.shape.covers(shape):
             self._generation = Generation.beside(self, shape)
         return self._generation.run(prompts, sampling, told)
 

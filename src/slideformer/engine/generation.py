@@ -7,7 +7,7 @@ while the one before is at work, so that its first weights cross meanwhile, and 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -163,8 +163,15 @@ class Generation:
         lent = {b: held for b, held in engine.executor.buffers.items() if b.place in SHARED}
         return cls(engine.decoder, engine.device, engine.kernels, engine.state, shape, options, lent)
 
+    @property
+    def usable(self) -> bool:
+        """No run of it has failed or was left."""
+        return not self.executor.interrupted
+
     def run(self, prompts: Sequence[Sequence[int]], sampling: Sampling, told: Told = lambda _: None) -> Generated:
-        """New tokens for every prompt; blocks. Raises BadInput for prompts that do not fit, LaneFailure."""
+        """New tokens for every prompt; blocks. Raises BadInput for prompts that do not fit, LaneFailure, and whatever
+        `told` raises: after any but the first, no other can follow.
+        """
         rows = rows_of(prompts, self.decoder.vocab_size)
         self._check(rows, sampling)
         self._state.flush()
@@ -201,31 +208,34 @@ class Generation:
         sequences = Sequences([rows[a:b] for a, b in zip(cuts, cuts[1:], strict=False)], end_ids=sampling.end_ids)
         assert isinstance(self._sequences, Cell)
         self._sequences.value = sequences
-        queued: list[tuple[Plan, PassRun]] = []
+        runs: dict[int, PassRun] = {}  # at work or queued
         clock.restart()
         try:
             for index in range(sampling.max_new_tokens):
-                if not queued:
-                    queued.append(self._submit(sequences, chooser, index))
-                if index + 1 < sampling.max_new_tokens:
-                    queued.append(self._submit(sequences, chooser, index + 1))
-                plan, run = queued.pop(0)
-                run.marks[-1].wait()
-                clock.passed(plan, run, first=index == 0)
-                told(run.taken)
+                for ahead in range(index, min(index + 2, sampling.max_new_tokens)):
+                    if ahead not in runs:
+                        runs[ahead] = pass_run(sequences, chooser, ahead)
+                        self.executor.submit(self._plan(num_micro, first=ahead == 0), runs[ahead])
+                runs[index].marks[-1].wait()
+                clock.passed(self._plan(num_micro, first=index == 0), runs[index], first=index == 0)
+                told(runs.pop(index).taken)
                 if all(row.done for row in rows):
                     break
-        finally:
-            for _, run in queued:
-                run.dropped = True
-            if self.device.failure is None and not self.executor.interrupted:
-                self.executor.synchronize()
-            self._sequences.value = None
+        except BaseException:
+            # A Ctrl-C may have come in the middle of a wait, whose mark then never wakes anybody again: only lanes, and
+            # marks that are new, are waited for.
+            self._drop(runs.values())
+            self.executor.interrupted = True
+            self.executor.wait_idle()
+            raise
+        self._drop(runs.values())
+        self.executor.synchronize()
+        self._sequences.value = None
 
-    def _submit(self, sequences: Sequences, chooser: Chooser, index: int) -> tuple[Plan, PassRun]:
-        plan, run = self._plan(len(sequences.rows), first=index == 0), pass_run(sequences, chooser, index)
-        self.executor.submit(plan, run)
-        return plan, run
+    @staticmethod
+    def _drop(runs: Iterable[PassRun]) -> None:
+        for run in runs:
+            run.dropped = True
 
     def _plan(self, micro_batches: int, *, first: bool) -> Plan:
         if (micro_batches, first) not in self._plans:
