@@ -78,10 +78,12 @@ class Sample:
 class Samples:
     """Generates and keeps. Context manager; a line is in the file when `take` returns."""
 
-    def __init__(self, config: TrainConfig, engine: Engine, codec: Codec, prompts: Sequence[Prompt], *, kept: str):
-        """kept: lines of an earlier part of the run. Nothing is done for a config without generate_steps."""
+    def __init__(
+        self, config: TrainConfig, engine: Engine, codec: Codec, prompts: Sequence[Prompt], *, after_step: int
+    ):
+        """after_step: where the run goes on; samples up to it are kept. Nothing is done without generate_steps."""
         self._every, self._path = config.generate_steps, Path(config.output_dir) / FILE
-        self._engine, self._codec, self._prompts, self._kept = engine, codec, prompts, kept
+        self._engine, self._codec, self._prompts, self._after_step = engine, codec, prompts, after_step
         self._sampling = Sampling(max_new_tokens=config.generate_max_new_tokens, end_ids=codec.end_ids)
         self._held = ExitStack()
         self._file: LinesFile | None = None
@@ -92,7 +94,8 @@ class Samples:
         if self._every:
             shape = _shape(self._engine.decoder, self._engine.options, self._prompts, self._sampling.max_new_tokens)
             self._generation = Generation.beside(self._engine, shape)
-            self._file = self._held.enter_context(LinesFile(self._path, kept=self._kept))
+            kept = lines_of_steps(self._path, self._after_step) if self._after_step else ""
+            self._file = self._held.enter_context(LinesFile(self._path, kept=kept))
         else:
             self._path.unlink(missing_ok=True)  # of another run
         return self

@@ -45,8 +45,7 @@ from slideformer.train.plot import plot_loss
 from slideformer.train.record import RunRecord, versions
 from slideformer.train.resume import Origin, earlier, find_origin
 from slideformer.train.retention import clean
-from slideformer.train.samples import FILE as GENERATIONS
-from slideformer.train.samples import Samples, lines_of_steps, sample_prompts, with_samples
+from slideformer.train.samples import Samples, sample_prompts, with_samples
 from slideformer.train.save import CHAT_TEMPLATE, companions, save
 from slideformer.train.schedule import Schedule, num_steps
 from slideformer.train.setup import build_decoder, engine_options, save_dtype
@@ -155,12 +154,11 @@ class Trainer:
                 engine = self._open(loads=not origin.found)
                 start = self._start(origin, engine, console)
                 kept = lines_until(target / METRICS, start.step, evaluated=start.evaluated) if start.step else ""
-                told = lines_of_steps(target / GENERATIONS, start.step) if start.step else ""
                 with (
                     MetricsFile(target / METRICS, kept=kept) as file,
                     Trackers(config, console.warn, first_step=start.step + 1) as trackers,
                     origin.saver(config, engine, console) as saver,
-                    Samples(config, engine, prepared.codec, prepared.samples, kept=told) as samples,
+                    Samples(config, engine, prepared.codec, prepared.samples, after_step=start.step) as samples,
                 ):
                     journal = Journal(file, trackers, self._callbacks, console)
                     judge = Judge(prepared.rule, start.judged, start.best_saved)
