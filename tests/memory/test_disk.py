@@ -16,6 +16,7 @@ import torch
 from memory.pages import BLOCK, noise, on_a_page
 from slideformer.errors import BadInput
 from slideformer.memory import DiskFault, DiskFolder, padded
+from slideformer.memory.disk import Traffic
 from slideformer.memory.disk_direct import resident_nbytes_of
 from slideformer.memory.disk_stand_in import StandInDisk
 from slideformer.native import NativeDisk
@@ -196,6 +197,16 @@ def test_without_direct_io_the_cost_is_told_once(caplog, tmp_path: Path) -> None
     assert torch.equal(read, data) and not path.exists()
     (record,) = caplog.records
     assert f"offload_dir {path} has no direct I/O: what is on disk also takes page cache" in record.getMessage()
+
+
+def test_time_in_which_calls_overlap_counts_once(monkeypatch) -> None:
+    clock = iter([1.0, 3.0, 4.0, 10.0, 20.0, 21.5])
+    monkeypatch.setattr("slideformer.memory.disk.time.perf_counter", lambda: next(clock))
+    traffic, told = Traffic(), []
+    for change in (1, 1, -1, -1, 1, -1):
+        traffic.note(change)
+        told.append(traffic.busy_s)
+    assert told == [0, 2, 3, 9, 9, 10.5]  # told also while calls follow without a gap
 
 
 def test_time_is_counted_while_anything_moves(opened) -> None:

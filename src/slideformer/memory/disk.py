@@ -48,12 +48,20 @@ def free_nbytes(path: Path) -> int:
 
 @dataclass(slots=True)
 class Traffic:
-    """What went one way. busy_s: seconds in which at least one call was at work."""
+    """What went one way. busy_s: seconds in which at least one call was at work, up to the last begin or end of one."""
 
     nbytes: int = 0
     busy_s: float = 0.0
     running: int = 0
     since: float = 0.0
+
+    def note(self, change: int) -> None:
+        """A call begins (1) or ends (-1)."""
+        now = time.perf_counter()
+        if self.running:
+            self.busy_s += now - self.since
+        self.since = now
+        self.running += change
 
 
 class DiskFolder:
@@ -142,9 +150,7 @@ class DiskFolder:
         if not self.claim.mine:  # a child that the run forked has none of the threads
             raise Stopped
         with self._lock:
-            if traffic.running == 0:
-                traffic.since = time.perf_counter()
-            traffic.running += 1
+            traffic.note(1)
         moved = 0
         try:
             yield
@@ -152,9 +158,7 @@ class DiskFolder:
         finally:
             with self._lock:
                 traffic.nbytes += moved
-                traffic.running -= 1
-                if traffic.running == 0:
-                    traffic.busy_s += time.perf_counter() - traffic.since
+                traffic.note(-1)
 
     def __enter__(self) -> DiskFolder:
         return self
@@ -217,7 +221,11 @@ class DiskFile:
                 raise self._does_not_fit(free) from None
             raise BadInput(f"{self.path} cannot be made: {error.strerror}: choose another offload_dir") from None
         if folder.gds is not None:
-            self._on_device = folder.gds.file(self.path)
+            try:
+                self._on_device = folder.gds.file(self.path)
+            except BadInput:
+                self.close(remove=True)
+                raise
 
     def _does_not_fit(self, free: int) -> DoesNotFit:
         return DoesNotFit(

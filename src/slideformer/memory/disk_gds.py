@@ -37,7 +37,11 @@ class Gds:
         self.real = not defaults.is_compat_mode_preferred() and bool(cufile_driver.get("is_gds_available"))
 
     def file(self, path: Path) -> GdsFile:
-        return GdsFile(self._open(path, "r+"))
+        """Raises BadInput where kvikio cannot open it."""
+        try:
+            return GdsFile(self._open(path, "r+"))
+        except RuntimeError as error:
+            raise BadInput(f"{path} cannot be opened by kvikio ({error}): leave GPUDirect Storage off") from None
 
 
 class GdsFile:
