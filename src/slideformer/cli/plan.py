@@ -12,6 +12,7 @@ from slideformer.cli.exits import told_in_one_sentence
 
 Tflops = Annotated[float | None, typer.Option(help="Of the device in training.", show_default=False)]
 Link = Annotated[float | None, typer.Option(help="GB/s between host and device, each way.", show_default=False)]
+Disk = Annotated[float | None, typer.Option(help="GB/s of the disk, read and written at once.", show_default=False)]
 Update = Annotated[float | None, typer.Option(help="Billions of parameters updated a second.", show_default=False)]
 
 
@@ -21,6 +22,7 @@ def plan(
     tflops: Tflops = None,
     link_gbps: Link = None,
     update_gparams: Update = None,
+    disk_gbps: Disk = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -38,6 +40,7 @@ def plan(
             flops=tflops and tflops * 1e12,
             link_nbytes=link_gbps and link_gbps * 1e9,
             update_numel=update_gparams and update_gparams * 1e9,
+            disk_nbytes=disk_gbps and disk_gbps * 1e9,
         )
         print(json.dumps(found.as_dict(), indent=2) if as_json else found.text())
-        found.require_fit()
+        found.require_fit(elsewhere=True)

@@ -12,11 +12,12 @@ Share = Annotated[float, Field(ge=0, le=1)]  # of the bytes that would lie on th
 
 
 class DiskSettings(Settings):
-    """What lies on the disk. cpu: nothing of it, nvme: all of it, a number: that share."""
+    """What lies on the disk. cpu: nothing of it, nvme: all of it, a number: that share; auto: with an offload_dir as
+    much as the host has no room for."""
 
-    offload_optimizer: Literal["cpu", "nvme"] | Share = "cpu"  # both moments: 8 bytes a parameter
-    offload_weights: Literal["cpu", "nvme"] | Share = "cpu"  # both planes of the masters: 4 bytes a parameter
-    offload_activations: Literal["auto", "cpu", "nvme", "none"] | Share = "auto"  # saved inputs; auto, cpu: no disk
+    offload_optimizer: Literal["auto", "cpu", "nvme"] | Share = "auto"  # both moments: 8 bytes a parameter
+    offload_weights: Literal["auto", "cpu", "nvme"] | Share = "auto"  # both planes of the masters: 4 bytes a parameter
+    offload_activations: Literal["auto", "cpu", "nvme", "none"] | Share = "auto"  # saved inputs; none: on the device
     offload_dir: str | None = None  # a folder on the disk; what is put there is removed at the end
     keep_offload_dir: bool = False  # leave it there
     disk_tbw: float | None = Field(None, gt=0)  # terabytes that the disk may be written by its maker's word
@@ -24,28 +25,25 @@ class DiskSettings(Settings):
 
     @field_validator("max_disk_writes", mode="before")
     @classmethod
-    def _size(cls, value: object) -> object:
+    def _size_of_writes(cls, value: object) -> object:
         return as_nbytes(value)
 
     @property
-    def optimizer_on_disk(self) -> float:
-        """The share of the moments that lies on the disk, 0 to 1."""
-        return _on_disk(self.offload_optimizer)
+    def optimizer_on_disk(self) -> float | None:
+        """The share of the moments that lies on the disk, 0 to 1; None: as much as the host has no room for."""
+        return self._on_disk(self.offload_optimizer)
 
     @property
-    def weights_on_disk(self) -> float:
-        """The share of the masters' planes that lies on the disk, 0 to 1."""
-        return _on_disk(self.offload_weights)
+    def weights_on_disk(self) -> float | None:
+        """The same of the masters' planes."""
+        return self._on_disk(self.offload_weights)
 
     @property
-    def activations_on_disk(self) -> float:
-        """The share of the saved inputs without room on the device that goes to the disk, 0 to 1."""
-        return _on_disk(self.offload_activations)
+    def activations_on_disk(self) -> float | None:
+        """The same of the saved inputs without room on the device."""
+        return self._on_disk(self.offload_activations)
 
-    @property
-    def uses_disk(self) -> bool:
-        return max(self.optimizer_on_disk, self.weights_on_disk, self.activations_on_disk) > 0
-
-
-def _on_disk(value: str | float) -> float:
-    return {"nvme": 1.0}.get(value, 0.0) if isinstance(value, str) else value
+    def _on_disk(self, value: str | float) -> float | None:
+        if value == "auto" and self.offload_dir is not None:
+            return None
+        return {"nvme": 1.0}.get(value, 0.0) if isinstance(value, str) else value

@@ -18,7 +18,6 @@ class MachineSettings(Settings):
     tile_numel: int = Field(16 * 2**20, ge=1)  # elements of one transfer and update; 32 MiB as bf16
     grad_slots: int = Field(2, ge=1)
     ring: int = Field(4, ge=2)  # staging buffers of one tile
-    offload_activations: Literal["auto", "cpu", "none"] = "auto"  # auto: what the device has no room for
     update_ahead: Literal["auto", "none"] = "auto"  # second copies of some state, where clipping would cost time
     placement: Literal["auto", "stream", "resident"] = "auto"  # auto: on a GPU what has room there and is fastest
     max_gpu_memory: int | None = Field(None, ge=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from os.path import abspath
 from typing import TYPE_CHECKING
 
-from slideformer.config.disk import DiskSettings
 from slideformer.config.generation import GenerationSettings
 from slideformer.config.optimizer import FOLLOWS_A_METRIC, WITH_A_FLOOR, WITHOUT_WARMUP
 
@@ -25,7 +24,7 @@ def rules(config: TrainConfig) -> list[tuple[bool, str]]:
         *_of_moments(config, has_eval),
         *_of_the_schedule(config),
         *_of_the_best(config),
-        *(_of_the_disk(config) if isinstance(config, DiskSettings) else ()),
+        *_of_the_disk(config),
         *_of_generation(config),
         (
             config.update == "eager" and config.max_grad_norm > 0,
@@ -150,7 +149,7 @@ def _of_the_best(config: TrainConfig) -> list[tuple[bool, str]]:
     ]
 
 
-def _of_the_disk(config: DiskSettings) -> list[tuple[bool, str]]:
+def _of_the_disk(config: TrainConfig) -> list[tuple[bool, str]]:
     used = [name for name in OFFLOADED if getattr(config, name) not in NOT_ON_DISK]
     said = f"{used[0]} is {getattr(config, used[0])}" if used else ""
     return [
@@ -167,9 +166,8 @@ def _of_the_disk(config: DiskSettings) -> list[tuple[bool, str]]:
             "offload_dir is empty: name a folder on a local NVMe disk, or leave it out",
         ),
         (
-            config.max_disk_writes is not None and not used,
-            "max_disk_writes is given, but nothing lies on the disk: set offload_optimizer, offload_weights or "
-            + "offload_activations, or drop it",
+            config.max_disk_writes is not None and config.offload_dir is None,
+            "max_disk_writes is given, but nothing lies on the disk: give offload_dir, or drop it",
         ),
         (
             bool(used) and _same(config.offload_dir, config.model_name_or_path),

@@ -9,6 +9,7 @@ from typing import Literal, Self
 from pydantic import ValidationError, model_validator
 
 from slideformer.config.data import DataSettings
+from slideformer.config.disk import DiskSettings
 from slideformer.config.faults import WrongSettings, wrong_settings
 from slideformer.config.generation import GenerationSettings
 from slideformer.config.machine import MachineSettings
@@ -21,6 +22,7 @@ from slideformer.config.rules import rules
 class TrainConfig(
     GenerationSettings,
     OutputSettings,
+    DiskSettings,
     MachineSettings,
     OptimizerSettings,
     StepSettings,

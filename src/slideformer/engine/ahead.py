@@ -33,6 +33,7 @@ def auto_ahead(layout: Layout, options: EngineOptions, budget: Budget, costs: Co
     room = int(SPARE_SHARE * (min(limits) - budget.host_nbytes)) // STATE_NBYTES
     ratio = sum(layout.units[u].numel for u in layout.blocks) / costs.streamed_update_numel / forward_s
     resident = options.resident if isinstance(options.resident, tuple) else ()
+    resident += tuple({unit for _, unit in options.disk})  # nor have these a second copy
     chosen = choose_ahead(layout, update_per_forward=ratio, room_numel=max(room, 0), resident=resident)
     if chosen:
         numel = sum(layout.units[u].numel for u in chosen)

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from slideformer.kernels.linear_cross_entropy import CHUNK_TOKENS
 from slideformer.layout import Layout, UnitKind
 from slideformer.memory import BatchShape
-from slideformer.schedule import Op, OpKind
+from slideformer.memory.stored import DTYPES, plane_tiles
+from slideformer.schedule import Op, OpKind, Place, Plan, simulate
+from slideformer.schedule.ops import DISK_LANES, STATE, LaneName
 
 UPDATE_NBYTES = 26
 """Memory traffic of the update of a parameter with a bf16 gradient: it reads 14 bytes and writes 12."""
@@ -30,10 +32,23 @@ class Rates:
     update_numel: float  # parameters through the optimizer
     host_nbytes: float  # copies within the host
     device_nbytes: float  # memory traffic of the device
+    disk_nbytes: float = 1.75e9  # read and written at once, both counted (an H200 machine's disk, 2026-11-30)
 
-    def known(self, *, flops: float | None, link_nbytes: float | None, update_numel: float | None) -> Rates:
+    def known(
+        self,
+        *,
+        flops: float | None,
+        link_nbytes: float | None,
+        update_numel: float | None,
+        disk_nbytes: float | None = None,
+    ) -> Rates:
         """The same with what was measured elsewhere in place of these (None: as it is)."""
-        given = {"flops": flops, "link_nbytes": link_nbytes, "update_numel": update_numel}
+        given = {
+            "flops": flops,
+            "link_nbytes": link_nbytes,
+            "update_numel": update_numel,
+            "disk_nbytes": disk_nbytes,
+        }
         return replace(self, **{name: rate for name, rate in given.items() if rate})
 
 
@@ -133,9 +148,40 @@ def cost_of(layout: Layout, shape: BatchShape, costs: Costs) -> Callable[[Op], f
     return _Clock(layout, shape, costs).seconds
 
 
+def disk_traffic(plan: Plan, layout: Layout, shape: BatchShape) -> tuple[int, int]:
+    """Bytes that a step reads from disk and writes to it."""
+    moved = {True: 0, False: 0}
+    for op in plan.ops:
+        if op.lane in DISK_LANES:
+            moved[op.lane in (LaneName.DISK_WRITE, LaneName.DISK_SPILL)] += _stored_nbytes(op, layout, shape)
+    return moved[False], moved[True]
+
+
+def _stored_nbytes(op: Op, layout: Layout, shape: BatchShape) -> int:
+    """What an op reads from disk or writes to it."""
+    if op.lane not in DISK_LANES:
+        return 0
+    found = 0
+    for access in op.accesses:
+        if access.buffer.place is Place.SAVED:
+            found += shape.micro_tokens * shape.hidden * shape.dtype.itemsize
+        elif access.buffer.place in STATE:
+            content = str(access.buffer.place)
+            tiles = plane_tiles(layout, op.unit, content, keep_residual=shape.dtype.itemsize == 4)
+            found += tiles[op.tile].numel * DTYPES[content].itemsize if op.tile < len(tiles) else 0
+    return found
+
+
+def predicted_s(plan: Plan, layout: Layout, shape: BatchShape, costs: Costs) -> float:
+    """Of a step among others like it: by the virtual clock, and no faster than the disk, which all of its lanes share,
+    moves what there is to move."""
+    found = simulate(plan, cost_of(layout, shape, costs), runs=3).step_s()
+    return max(found, sum(disk_traffic(plan, layout, shape)) / costs.rates.disk_nbytes)
+
+
 class _Clock:
     def __init__(self, layout: Layout, shape: BatchShape, costs: Costs) -> None:
-        self.layout, self.costs, self.rates = layout, costs, costs.rates
+        self.layout, self.shape, self.costs, self.rates = layout, shape, costs, costs.rates
         self.micro_batches, self.itemsize = shape.micro_batches, shape.dtype.itemsize
         vocabulary = layout.units[0].params[0].shape[0]
         rows = min(vocabulary, shape.tokens)
@@ -146,7 +192,7 @@ class _Clock:
         self.update_numel = costs.streamed_update_numel
 
     def seconds(self, op: Op) -> float:
-        for clock in (self.model_s, self.device_s, self.moved_s, self.updated_s):
+        for clock in (self.model_s, self.device_s, self.moved_s, self.updated_s, self.stored_s):
             seconds = clock(op)
             if seconds is not None:
                 return seconds
@@ -213,6 +259,11 @@ class _Clock:
             case OpKind.UPDATE_ROWS | OpKind.SETTLE_ROWS:
                 return self.touched * self._trained_numel(op) / self.update_numel
         return None
+
+    def stored_s(self, op: Op) -> float | None:
+        """Each way at half the rate of both, as it is when the disk sets the pace."""
+        nbytes = _stored_nbytes(op, self.layout, self.shape)
+        return 2 * nbytes / self.rates.disk_nbytes if nbytes else None
 
     def _tile_numel(self, op: Op) -> int:
         return self.layout.tiles(op.unit)[op.tile].numel

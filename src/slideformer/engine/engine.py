@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,26 +17,24 @@ import torch
 from slideformer.data.batches import MicroBatch
 from slideformer.device import Device, Mark
 from slideformer.engine.actions import DeviceActions
-from slideformer.engine.ahead import auto_ahead
-from slideformer.engine.costs import Costs, cost_of
+from slideformer.engine.costs import Costs, disk_traffic, predicted_s
 from slideformer.engine.executor import Executor, writes_state
 from slideformer.engine.feed import Feed, build_feed
-from slideformer.engine.fit import listed, require_fit
+from slideformer.engine.fit import listed
 from slideformer.engine.generation import Generated, Generation, Told, shape_of
 from slideformer.engine.host_actions import HostActions
 from slideformer.engine.options import EngineOptions
-from slideformer.engine.placement import Room, place
-from slideformer.engine.probe import probe
 from slideformer.engine.resident import ResidentUpdates
 from slideformer.engine.run import Run, StepResult
+from slideformer.engine.settle import settle
 from slideformer.engine.sliced_head import SlicedHeadActions
 from slideformer.errors import BadInput, RunFailed
-from slideformer.memory import Budget, DiskFolder, State, allocate
+from slideformer.memory import DiskFolder, State, allocate, disk_rates
 from slideformer.memory.state import PlaneName
 from slideformer.model.decoder import Decoder
 from slideformer.model.sampling import Sampling
 from slideformer.native import HostKernels, available_cpus, load
-from slideformer.schedule import Op, Plan, build_evaluation, build_step, prove, simulate
+from slideformer.schedule import Plan, build_evaluation, build_step, prove
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +44,8 @@ class Engine:
 
     plan: of a full training step. options: as given, with what was "auto" decided; step_options: what the plans were
     built with. budget: bytes by term and tier, on CUDA with an estimate of working memory. costs, predicted_step_s:
-    what was measured at the start and the step time that it promises; None on the CPU. folder: of what is on disk.
+    what was measured at the start and the step time that it promises; None on the CPU. folder: of what is on disk;
+    disk_writes_per_step: bytes, of a full step.
     """
 
     def __init__(
@@ -61,21 +60,22 @@ class Engine:
         self._closed = False
         self.costs: Costs | None = None
         self.predicted_step_s: float | None = None
-        self._free_nbytes: int | None = None
-        self._cost_s: Callable[[Op], float] | None = None
         self.folder: DiskFolder | None = None
         self._own_kernels = kernels is None
         self.kernels = kernels or load(options.cpu_threads or _update_threads(device))
         try:
-            self._settle()
-            options = self.options
+            settled = settle(options, decoder, device, self.kernels)
+            self.options = options = settled.options
+            self.budget, self.costs = settled.budget, settled.costs
+            if options.uses_disk:
+                self.folder = DiskFolder(Path(str(options.offload_dir)), keep=options.keep_offload_dir)
+                self.costs = _with_disk_rate(self.costs, self.folder)
             self.step_options = options.step_options(self.layout, decoder.dtype)
             self._plans: dict[tuple[bool, int], Plan] = {}
             self.plan = self._plan(trains=True, micro_batches=options.micro_batches)
-            if self._cost_s is not None:
-                self.predicted_step_s = simulate(self.plan, self._cost_s, runs=3).step_s()
-            if options.uses_disk:
-                self.folder = DiskFolder(Path(str(options.offload_dir)), keep=options.keep_offload_dir)
+            self.disk_writes_per_step = disk_traffic(self.plan, self.layout, self._shape)[1]
+            if self.costs is not None:
+                self.predicted_step_s = predicted_s(self.plan, self.layout, self._shape, self.costs)
             self.state = State(
                 self.layout,
                 device,
@@ -100,53 +100,6 @@ class Engine:
         actions = {**device_actions, **self._host.table()}
         self.executor = Executor(device, buffers, actions)
         self._generation: Generation | None = None
-
-    def _settle(self) -> None:
-        """Decide what is left to be decided: on a device of its own by its memory and short measurements, on the CPU
-        without, since nothing is gained there by keeping anything elsewhere."""
-        options, decoder, device = self.options, self.decoder, self.device
-        if device.kind == "cpu":
-            saved = None if options.saved_on_device == "auto" else options.saved_on_device
-            if options.resident == "all":
-                log.warning("placement: resident is for a GPU; on the CPU all memory is the host's, so all is streamed")
-                options = replace(options, resident=())
-            if options.max_gpu_memory is not None:
-                log.warning("max_gpu_memory limits a GPU; on the CPU max_host_memory limits everything")
-            self.options = replace(
-                options,
-                saved_on_device=saved,
-                resident=options.step_options(self.layout, decoder.dtype).resident,
-                keep=() if options.keep == "auto" else options.keep,
-                ahead=() if options.ahead == "auto" else options.ahead,
-                late=() if options.late == "auto" else options.late,
-                sliced_head=options.sliced_head is True,
-            )
-            self.budget = self._require_fit()
-            return
-        if options.max_gpu_memory is not None:
-            device.limit_memory(options.max_gpu_memory)
-        self._free_nbytes = device.free_nbytes()
-        limits = [n for n in (self._free_nbytes, options.max_gpu_memory) if n is not None]
-        self.costs = costs = probe(decoder, device, options, self.kernels)
-        room = Room(self.layout, options, costs, decoder.hidden_size, decoder.dtype, min(limits))
-        self.options = options = place(room)
-        self.budget = self._require_fit()
-        if options.ahead == "auto":
-            self.options = replace(options, ahead=auto_ahead(self.layout, options, self.budget, costs))
-            self.budget = self._require_fit()
-        self._cost_s = cost_of(self.layout, self._shape, costs)
-
-    def _require_fit(self) -> Budget:
-        decoder = self.decoder
-        return require_fit(
-            self.layout,
-            self.options,
-            hidden_size=decoder.hidden_size,
-            dtype=decoder.dtype,
-            device_kind=self.device.kind,
-            costs=self.costs,
-            free_nbytes=self._free_nbytes,
-        )
 
     def _plan(self, *, trains: bool, micro_batches: int) -> Plan:
         """Plans are proven when they are built. The last step of an epoch may have fewer micro-batches."""
@@ -213,6 +166,11 @@ class Engine:
             )
 
     # work
+
+    @property
+    def disk_traffic(self) -> tuple[int, int]:
+        """Bytes read from disk and written to it so far, for its state and saved inputs."""
+        return (0, 0) if self.folder is None else (self.folder.reads.nbytes, self.folder.writes.nbytes)
 
     def step(self, batch: Sequence[MicroBatch], *, lr: float) -> StepResult:
         """Queue one training step and return. Submit the next before reading this one's result.
@@ -304,6 +262,14 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _with_disk_rate(costs: Costs | None, folder: DiskFolder) -> Costs | None:
+    """With what the folder's disk moves when it is read and written at once, measured; nothing where nothing was."""
+    if costs is None:
+        return None
+    rates = disk_rates(folder)
+    return replace(costs, rates=replace(costs.rates, disk_nbytes=rates.both_read + rates.both_write))
 
 
 def _update_threads(device: Device) -> int:

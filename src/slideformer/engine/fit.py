@@ -60,6 +60,14 @@ def budget_of(
     return found
 
 
+def host_room(options: EngineOptions) -> Limit:
+    """What the run may take on the host, and who says so: the config, or the machine with what is in use already."""
+    machine = host_limit()
+    left = Limit(max(machine.nbytes - resident_nbytes(), 0), f"{machine.name} that this process does not use yet")
+    given = options.max_host_memory
+    return left if given is None else min(Limit(given, "max_host_memory"), left)
+
+
 def require_fit(
     layout: Layout,
     options: EngineOptions,
@@ -69,25 +77,24 @@ def require_fit(
     device_kind: str,
     costs: Costs | None = None,
     free_nbytes: int | None = None,
+    elsewhere: bool = False,
 ) -> Budget:
     """The budget, if it fits; else DoesNotFit with the terms, largest first, and the cheapest changes.
 
-    Limits: max_gpu_memory for the device's buffers, and with `costs` for working memory; max_host_memory for state and
-    host buffers; and for these with what the process takes already, the memory of the machine or its container. On the
-    "cpu" device the device's buffers count as the host's. With options.ignore_memory_limits it is a warning.
+    Limits: max_gpu_memory for the device's buffers, and with `costs` for working memory; max_host_memory for state
+    and host buffers; and for these with what the process takes already, the memory of the machine or its container.
+    On the "cpu" device the device's buffers count as the host's. elsewhere: max_host_memory is all that counts.
+    With options.ignore_memory_limits it is a warning.
     """
     found = budget_of(layout, options, hidden_size=hidden_size, dtype=dtype, costs=costs)
 
     def placed(b: Budget) -> Budget:
         return b.on_one_tier() if device_kind == "cpu" else b
 
-    given = None if options.max_host_memory is None else Limit(options.max_host_memory, "max_host_memory")
     limits = [] if options.max_gpu_memory is None else [Limit(options.max_gpu_memory, "max_gpu_memory")]
     limits += [] if free_nbytes is None else [Limit(free_nbytes, "memory that is free on the GPU")]
     device = min(limits, default=None)
-    machine = host_limit()
-    left = Limit(max(machine.nbytes - resident_nbytes(), 0), f"{machine.name} that this process does not use yet")
-    host = left if given is None else min(given, left)
+    host = Limit(options.max_host_memory or 0, "max_host_memory") if elsewhere else host_room(options)
 
     def excess_nbytes(trial: EngineOptions) -> int:
         share = (trial.micro_batch_size * trial.max_length) / (options.micro_batch_size * options.max_length)

@@ -20,6 +20,18 @@ CONTENTS = tuple(str(place) for place in STATE)
 
 
 @dataclass(frozen=True, slots=True)
+class Offload:
+    """Shares of the bytes beyond the device that go to disk, 0 to 1; None: as much as the host has no room for.
+
+    moments: both of them, the second first. planes: of the masters, residuals before weights. saved: hidden states.
+    """
+
+    moments: float | None = None
+    planes: float | None = None
+    saved: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Sizes of the largest batch (micro_batches of [micro_batch_size, max_length] tokens), the sliding window, and the
     optimizer.
@@ -36,8 +48,9 @@ class EngineOptions:
     state is on the device, where they are updated ("all": every one). keep: blocks among them that are not run again
     in backward. disk: (content, unit) pairs that are in files of the folder offload_dir, a content being weight,
     residual, exp_avg or exp_avg_sq. saved_on_host: hidden states beyond those on the device that the host takes; the
-    others go to files (None: it takes all). disk_ring: tiles in each ring between disk and host. keep_offload_dir: the
-    files stay at the end. beside_nbytes: what else will be taken beside the engine, on the device and on the host.
+    others go to files (None: it takes all). offload: decides these two. disk_ring: tiles in each ring
+    between disk and host. keep_offload_dir: the files stay at the end. beside_nbytes: what else will be taken beside
+    the engine, on the device and on the host.
     """
 
     micro_batch_size: int = 1
@@ -66,6 +79,7 @@ class EngineOptions:
     keep: tuple[int, ...] | Literal["auto"] = ()
     disk: tuple[tuple[str, int], ...] = ()
     saved_on_host: int | None = None
+    offload: Offload | None = None
     disk_ring: int = 4
     offload_dir: str | None = None
     keep_offload_dir: bool = False

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 from slideformer.device import Mark
 from slideformer.engine.feed import Feed
 from slideformer.errors import RunFailed
 from slideformer.optim import Hyper
-from slideformer.schedule import LaneName, OpKind, Plan, Timeline
+from slideformer.schedule import OpKind, Plan, Timeline
 from slideformer.schedule.simulate import Span
 
 CANNOT_BE_TAKEN_BACK = (
@@ -99,9 +98,6 @@ class StepResult:
         spans = [Span(op, 0, *mark.span_s()) for op, mark in zip(self._plan.ops, self._run.marks, strict=True)]
         return Timeline(tuple(spans))
 
-    def busy_s(self) -> dict[LaneName, float]:
-        """Seconds each lane worked. Waits for the run."""
-        total: dict[LaneName, float] = defaultdict(float)
-        for span in self.timeline().spans:
-            total[span.op.lane] += span.end_s - span.start_s
-        return dict(total)
+    def busy_s(self) -> dict[str, float]:
+        """Seconds each lane worked, by name (`Timeline.worked_s`). Waits for the run."""
+        return self.timeline().worked_s()

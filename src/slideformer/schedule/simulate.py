@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slideformer.schedule.ops import LaneName, Op, OpKind, Plan
+from slideformer.schedule.ops import DISK_LANES, LaneName, Op, OpKind, Plan
 
 LETTERS = {
     OpKind.FORWARD: "F",
@@ -36,6 +36,8 @@ LETTERS = {
     OpKind.SPILL: "s",
     OpKind.FETCH: "f",
     OpKind.GATHER: "g",
+    **dict.fromkeys((OpKind.READ_STATE, OpKind.READ_ROWS, OpKind.READ_WEIGHTS, OpKind.READ_SAVED), "i"),
+    **dict.fromkeys((OpKind.WRITE_STATE, OpKind.WRITE_ROWS, OpKind.WRITE_SAVED), "o"),
     OpKind.FORWARD_CACHED: "F",
     OpKind.EMBED_CACHED: "E",
     OpKind.HEAD_LAST: "H",
@@ -60,6 +62,8 @@ LEGEND = {
     "s": "spill",
     "f": "fetch",
     "g": "gather",
+    "i": "read",
+    "o": "written",
     OTHER: "other",
 }
 
@@ -92,6 +96,22 @@ class Timeline:
                 ends[span.run] = max(span.end_s, ends.get(span.run, 0.0))
         runs = sorted(ends)
         return ends[runs[-1]] - (ends[runs[-2]] if len(runs) > 1 else 0.0)
+
+    def worked_s(self) -> dict[str, float]:
+        """Seconds in which each lane worked, by name. Those between disk and host are one, "disk": while any works."""
+        total: dict[str, float] = {}
+        disk: list[tuple[float, float]] = []
+        for span in self.spans:
+            if span.op.lane in DISK_LANES:
+                disk.append((span.start_s, span.end_s))
+            else:
+                lane = str(span.op.lane)
+                total[lane] = total.get(lane, 0.0) + span.end_s - span.start_s
+        end = 0.0
+        for start_s, end_s in sorted(disk):
+            total["disk"] = total.get("disk", 0.0) + max(end_s - max(start_s, end), 0.0)
+            end = max(end, end_s)
+        return total
 
     def busy(self) -> dict[LaneName, float]:
         """Share of the time from first start to last end during which each lane works."""

@@ -20,6 +20,7 @@ from slideformer.layout import Layout
 from slideformer.train.best import Judge
 from slideformer.train.callbacks import Callbacks
 from slideformer.train.checkpoint import Progress, folder_name
+from slideformer.train.disk_use import DiskUse
 from slideformer.train.evaluation import Sets, evaluate
 from slideformer.train.interval import Interval
 from slideformer.train.journal import Journal
@@ -80,6 +81,7 @@ class Loop:
         # The first is replaced by a later one, unless the run is a short one.
         self._drawn = {start.step + 1, min(start.step + 1 + AFTER_STEPS, work.num_steps)}
         self._say_what_binds = False
+        self._disk = DiskUse(work.engine, work.config.max_disk_writes)
         self.loss_sum, self.num_losses = 0.0, 0  # of the steps of this process, for the mean
 
     def run(self) -> None:
@@ -100,12 +102,13 @@ class Loop:
                 self._finish(waiting)
             waiting = submitted
             saves, evaluates = self._saves_after(index), self._evaluates_after(index)
-            if saves or evaluates or self._samples_after(index + 1) or self._ends(index + 1):
+            if saves or evaluates or self._samples_after(index + 1) or self._ends(index + 1) or self._disk.is_spent:
                 self._finish(waiting)
                 waiting = None
                 self._between(index + 1, submitted.batch.epoch, saves=saves, evaluates=evaluates)
             if self.saver is None or self._saved_step == index + 1:  # else a signal has come since, and waits a step
                 self.stop_if_asked(f"after step {index + 1} of {self.work.num_steps}", index + 1)
+            self._stop_for_the_disk(index + 1)
         self._settle_save()
         self.callbacks.fire("on_train_end")
 
@@ -136,7 +139,14 @@ class Loop:
                 self.journal.console.warn(f"{who} asks for a checkpoint, but save_strategy is no: nothing is saved")
             return False
         every = self.work.config.save_steps or self.work.batches.steps_per_epoch
-        return asked or wanted or self.stop.asked or number % every == 0 or number == self.work.num_steps
+        return (
+            asked
+            or wanted
+            or self.stop.asked
+            or self._disk.is_spent
+            or number % every == 0
+            or number == self.work.num_steps
+        )
 
     def _save(self, step: int, *, evaluated: bool) -> None:
         """Write the checkpoint of a step whose result has been read, unless the run started with it."""
@@ -181,6 +191,14 @@ class Loop:
             self._settle_save()
         what = f"go on from checkpoint-{step} with resume_from_checkpoint: auto" if saved else "nothing was saved"
         self.stop.raise_if_asked(f"{where}: {what}")
+
+    def _stop_for_the_disk(self, step: int) -> None:
+        if self._ends(step) or not self._disk.is_spent:
+            return
+        self._settle_save()
+        saved = self.saver is not None and self._saved_step == step
+        what = f"go on from checkpoint-{step} with resume_from_checkpoint: auto and" if saved else "nothing was saved:"
+        raise RunFailed(f"after step {step} of {self.work.num_steps}: {self._disk.sentence()}; {what} a larger limit")
 
     def _submit(self, index: int, waiting: Submitted | None) -> Submitted:
         if index % self.work.batches.steps_per_epoch == 0:
@@ -241,6 +259,7 @@ class Loop:
             "eta_seconds": self._interval.mean_step_s() * (self.work.num_steps - step.number),
             "nonfinite_steps": self._nonfinite_steps,
             **_memory_metrics(self.work.device),
+            **self._disk.metrics(),
             **{f"busy_{lane}_pct": min(100 * s / speed.step_s, 100.0) for lane, s in step.result.busy_s().items()},
         }
 

@@ -10,8 +10,10 @@ import torch
 from slideformer.config import TrainConfig
 from slideformer.device.cuda import cuda_available
 from slideformer.engine import EngineOptions, budget_of, require_fit
-from slideformer.engine.costs import ASSUMED, Costs, Rates, assumed, cost_of, largest_block_numel
+from slideformer.engine.costs import ASSUMED, Costs, Rates, assumed, cost_of, disk_traffic, largest_block_numel
+from slideformer.engine.fit import host_room
 from slideformer.engine.placement import Room, place, placed
+from slideformer.engine.settle import with_disk
 from slideformer.memory import Budget, size
 from slideformer.model.decoder import Decoder
 from slideformer.schedule import Timeline, build_step, prove, simulate
@@ -25,7 +27,8 @@ WIDTH = 64  # of the picture, so that its lines fit in 80 columns
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A planned and proven run. timeline: of JOINED_RUNS full batches at `rates`."""
+    """A planned and proven run. timeline: of JOINED_RUNS full batches at `rates`. traffic: bytes of a step from disk
+    and to it."""
 
     config: TrainConfig
     device_kind: str
@@ -35,14 +38,21 @@ class RunPlan:
     rates: Rates
     costs: Costs | None
     timeline: Timeline
+    traffic: tuple[int, int]
+
+    @property
+    def step_s(self) -> float:
+        """By the timeline, and no faster than the disk moves what there is to move."""
+        return max(self.timeline.step_s(), sum(self.traffic) / self.rates.disk_nbytes)
 
     @property
     def tokens_per_step(self) -> int:
         """Of a full batch."""
         return self.config.rows_per_step * self.config.max_length
 
-    def require_fit(self) -> None:
-        """Raise DoesNotFit if it needs more than there is or may be used."""
+    def require_fit(self, *, elsewhere: bool = False) -> None:
+        """Raise DoesNotFit if it needs more than there is or may be used. elsewhere: max_host_memory is that of another
+        machine, so what this one has does not count."""
         decoder = self.decoder
         require_fit(
             decoder.layout,
@@ -51,12 +61,13 @@ class RunPlan:
             dtype=decoder.dtype,
             device_kind=self.device_kind,
             costs=self.costs,
+            elsewhere=elsewhere and self.options.max_host_memory is not None,
         )
 
     def as_dict(self) -> dict[str, object]:
         """For --json. Bytes and seconds."""
         layout = self.decoder.layout
-        step_s = self.timeline.step_s()
+        step_s = self.step_s
         return {
             "parameters": layout.numel,
             "trained_parameters": layout.train_numel,
@@ -69,6 +80,12 @@ class RunPlan:
             "host_nbytes": self.budget.host_nbytes,
             "device": self.budget.device,
             "host": self.budget.host,
+            "disk_nbytes": self.budget.disk_nbytes,
+            "disk": self.budget.disk,
+            "disk_reads_per_step": self.traffic[0],
+            "disk_writes_per_step": self.traffic[1],
+            "disk_writes": self._writes()[1],
+            "disk_endurance_share": self._endurance(),
             "rates": asdict(self.rates),
             "placement": self.placement(),
             "step_time": step_s,
@@ -90,17 +107,40 @@ class RunPlan:
 
     def busy(self) -> dict[str, float]:
         """Share of a step that each lane works, once steps join."""
-        total: dict[str, float] = {}
-        for span in self.timeline.spans:
-            total[str(span.op.lane)] = total.get(str(span.op.lane), 0.0) + span.end_s - span.start_s
-        length = JOINED_RUNS * self.timeline.step_s()
-        return {lane: min(seconds / length, 1.0) for lane, seconds in total.items() if seconds}
+        total = self.timeline.worked_s()
+        length = JOINED_RUNS * self.step_s
+        busy = {lane: min(seconds / length, 1.0) for lane, seconds in total.items() if seconds}
+        if sum(self.traffic):
+            busy["disk"] = min(sum(self.traffic) / self.rates.disk_nbytes / self.step_s, 1.0)
+        return busy
+
+    def _writes(self) -> tuple[int, int | None]:
+        """Steps, and bytes that they write to disk; of 1,000 steps where the run's length hangs on its data. None:
+        nothing is on disk."""
+        steps = self.config.max_steps if self.config.max_steps > 0 else 1000
+        return steps, steps * self.traffic[1] if self.traffic[1] else None
+
+    def _endurance(self) -> float | None:
+        """Share of the disk's rated endurance, where it is known."""
+        written = self._writes()[1]
+        return None if written is None or not self.config.disk_tbw else written / (self.config.disk_tbw * 1e12)
+
+    def _disk_lines(self) -> list[str]:
+        steps, written = self._writes()
+        if not self.budget.disk:
+            return []
+        lines = ["", *_table("disk", self.budget.disk)]
+        read, out = (nbytes / 1e9 for nbytes in self.traffic)
+        share = self._endurance()
+        told = "" if share is None else f", {share:.2%} of the {self.config.disk_tbw:g} TB that the disk is rated for"
+        text = f"a step reads {read:.3g} GB from disk and writes {out:.3g} GB; {steps:,} steps write "
+        text += f"{(written or 0) / 1e12:.3g} TB{told}"
+        return [*lines, *textwrap.wrap(text, TEXT_WIDTH)]
 
     def text(self) -> str:
         """For people, within 80 columns."""
         layout, config = self.decoder.layout, self.config
-        step_s = self.timeline.step_s()
-        rates = self.rates
+        step_s, rates = self.step_s, self.rates
         lines = [
             f"{layout.numel / 1e6:,.1f} M parameters, {layout.train_numel / 1e6:,.1f} M of them trained, "
             f"{len(layout.blocks)} blocks",
@@ -111,11 +151,13 @@ class RunPlan:
             *_table("device", self.budget.device),
             "",
             *_table("host", self.budget.host),
+            *self._disk_lines(),
             "",
             f"a step of {config.per_device_train_batch_size} x {config.gradient_accumulation_steps} sequences of "
             f"{config.max_length} tokens: {step_s:.3g} s, {self.tokens_per_step / step_s:,.0f} tokens/s,",
             f"expected at {rates.flops / 1e12:.3g} TFLOP/s, {rates.link_nbytes / 1e9:.3g} GB/s each way, "
-            f"{rates.update_numel / 1e9:.3g} G parameters/s updated",
+            f"{rates.update_numel / 1e9:.3g} G parameters/s updated"
+            + (f", disk {rates.disk_nbytes / 1e9:.3g} GB/s" if self.budget.disk else ""),
             *textwrap.wrap(verdict(self.busy(), step_s, None), TEXT_WIDTH),
             "",
             self.timeline.text(width=WIDTH, run=1),
@@ -150,14 +192,17 @@ def plan_run(
     flops: float | None = None,
     link_nbytes: float | None = None,
     update_numel: float | None = None,
+    disk_nbytes: float | None = None,
 ) -> RunPlan:
     """Plan, prove and simulate a config. Reads the model's config.json only.
 
-    flops, link_nbytes, update_numel: rates of the machine, where they are known. Raises BadInput.
+    flops, link_nbytes, update_numel, disk_nbytes: rates of the machine, where they are known. Raises BadInput.
     """
     kind = config.device if config.device != "auto" else "cuda" if cuda_available() else "cpu"
     decoder = build_decoder(config, kind, torch.device("cpu"))
-    rates = ASSUMED[kind].known(flops=flops, link_nbytes=link_nbytes, update_numel=update_numel)
+    rates = ASSUMED[kind].known(
+        flops=flops, link_nbytes=link_nbytes, update_numel=update_numel, disk_nbytes=disk_nbytes
+    )
     given = engine_options(config)
     shape = given.batch_shape(decoder.hidden_size, decoder.dtype)
     costs = assumed(decoder.layout, shape, rates)
@@ -169,11 +214,18 @@ def plan_run(
     beside = costs if kind == "cuda" else None
     sizes = {"hidden_size": decoder.hidden_size, "dtype": decoder.dtype}
     found = budget_of(decoder.layout, options, **sizes, costs=beside)
-    return RunPlan(config, kind, decoder, options, found, rates, beside, timeline)
+    traffic = disk_traffic(plan, decoder.layout, shape)
+    return RunPlan(config, kind, decoder, options, found, rates, beside, timeline, traffic)
 
 
 def _settled(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str) -> EngineOptions:
     """What the engine decides by the room there is, decided by max_gpu_memory alone: no device is asked here."""
+    beside = costs if kind == "cuda" else None
+    host_nbytes = options.max_host_memory or host_room(options).nbytes
+    return with_disk(_placed(options, decoder, costs, kind), decoder, kind, beside, host_nbytes)
+
+
+def _placed(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str) -> EngineOptions:
     ahead = () if options.ahead == "auto" else options.ahead
     if kind == "cpu" or options.max_gpu_memory is None:
         saved = None if options.saved_on_device == "auto" else options.saved_on_device

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from slideformer.config import TrainConfig
-from slideformer.engine import EngineOptions
+from slideformer.engine import EngineOptions, Offload
 from slideformer.errors import BadInput
 from slideformer.model.decoder import Decoder, PretrainedConfig
 from slideformer.model.folder import read_config
@@ -53,7 +53,8 @@ def build_decoder(
 
 def engine_options(config: TrainConfig) -> EngineOptions:
     """Sizes and rules for the engine. Evaluation batches use the same buffers, so the larger of both counts."""
-    saved: dict[str, int | None | Literal["auto"]] = {"auto": "auto", "cpu": 0, "none": None}
+    saved: dict[str | float, int | None | Literal["auto"]] = {"cpu": 0, "nvme": 0, "none": None}
+    shares = Offload(config.optimizer_on_disk, config.weights_on_disk, config.activations_on_disk)
     return EngineOptions(
         micro_batch_size=max(config.per_device_train_batch_size, config.eval_batch_size),
         max_length=config.max_length,
@@ -61,7 +62,10 @@ def engine_options(config: TrainConfig) -> EngineOptions:
         window=config.window,
         grad_slots=config.grad_slots,
         ring=config.ring,
-        saved_on_device=saved[config.offload_activations],
+        saved_on_device=saved.get(config.offload_activations, "auto"),
+        offload=None if config.offload_dir is None else shares,
+        offload_dir=config.offload_dir,
+        keep_offload_dir=config.keep_offload_dir,
         resident={"auto": "auto", "stream": (), "resident": "all"}[config.placement],
         keep=() if config.placement == "stream" else "auto",
         ahead="auto" if config.update_ahead == "auto" else (),

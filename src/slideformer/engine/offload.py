@@ -1,0 +1,152 @@
+"""What of the state and of the saved inputs lies on disk: by the shares that were given, or as much as the host lacks.
+
+Every step moves what is on disk: moments and residuals once out and once back, weights twice more for their uploads,
+saved inputs once out and once back. So weights go last. Blocks are taken evenly spread over the model, so that the
+disk has as much to do in every part of a step; vocabulary matrices, whose rows are updated twice, after all blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from slideformer.engine.options import EngineOptions
+from slideformer.layout import Layout, UnitKind
+from slideformer.memory import Budget, padded
+from slideformer.memory.state import plane_numel
+from slideformer.memory.stored import DTYPES
+from slideformer.schedule import Place, step_ops
+
+MOMENTS, RESIDUALS, WEIGHTS = ("exp_avg_sq", "exp_avg"), ("residual",), ("weight",)
+
+MOST_TRIES = 4
+"""Bytes are added up pair by pair first; what alignment adds to that is made up for in further tries."""
+
+Pair = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoom:
+    """What a run takes on the host (`used`, some seconds for a large model), and how much there may be; None: no limit
+    is known. saved_nbytes: of one saved input."""
+
+    layout: Layout
+    dtype: torch.dtype
+    used: Callable[[EngineOptions], Budget]
+    nbytes: int | None
+    saved_nbytes: int
+
+
+def offloaded(options: EngineOptions, room: HostRoom) -> EngineOptions:
+    """The options with `disk` and `saved_on_host` decided by `options.offload`. What is resident must be decided.
+
+    Shares are of the bytes that would lie on the host, and are kept to the unit that comes nearest.
+    """
+    if options.offload is None or options.offload_dir is None:
+        return options
+    given = options.offload
+    moments, planes = _pairs(room, options, MOMENTS), _pairs(room, options, (*RESIDUALS, *WEIGHTS))
+    disk = [*_share(room, moments, given.moments or 0.0), *_share(room, planes, given.planes or 0.0)]
+    chosen = replace(options, disk=tuple(sorted(disk)))
+    if given.saved:
+        num_saved = _num_saved(room, options)
+        chosen = replace(chosen, saved_on_host=num_saved - round(given.saved * num_saved))
+    if room.nbytes is None or None not in (given.moments, given.planes, given.saved):
+        return chosen
+    excess = room.used(chosen).host_nbytes - room.nbytes
+    if excess <= 0:
+        return chosen
+    first = [p for p in moments if given.moments is None]
+    first += [p for p in planes if p[0] in RESIDUALS and given.planes is None]
+    last = [p for p in planes if p[0] in WEIGHTS and given.planes is None]
+    for _ in range(MOST_TRIES):
+        chosen, left = _less(chosen, first, excess, room)
+        if left > 0 and given.saved is None:
+            chosen, left = _fewer_saved(chosen, left, room)
+        if left > 0:
+            chosen, left = _less(chosen, last, left, room)
+        still = room.used(chosen).host_nbytes - room.nbytes
+        if still <= 0 or left > 0:
+            return chosen
+        excess = still
+    return chosen
+
+
+def _less(options: EngineOptions, pairs: list[Pair], excess: int, room: HostRoom) -> tuple[EngineOptions, int]:
+    """With as many more pairs on disk as make up for the excess of bytes, and what is left of it. The first pair of a
+    content costs staging memory, of which no more is counted here than it takes."""
+    disk = set(options.disk)
+    for pair in pairs:
+        if excess <= 0:
+            break
+        if pair not in disk:
+            staging = 0 if any(content == pair[0] for content, _ in disk) else _staging_nbytes(room, options, pair[0])
+            disk.add(pair)
+            excess += staging - _nbytes(room, pair)
+    return replace(options, disk=tuple(sorted(disk))), excess
+
+
+def _fewer_saved(options: EngineOptions, excess: int, room: HostRoom) -> tuple[EngineOptions, int]:
+    """With as many saved inputs on disk as make up for the excess of bytes, and what is left of it."""
+    most = _num_saved(room, options) if options.saved_on_host is None else options.saved_on_host
+    per_saved = room.saved_nbytes
+    staging = 2 * options.disk_ring * per_saved if options.saved_on_host is None else 0
+    fewer = min(-(-(excess + staging) // per_saved), most)
+    if fewer * per_saved <= staging:
+        return options, excess
+    return replace(options, saved_on_host=most - fewer), excess + staging - fewer * per_saved
+
+
+def _staging_nbytes(room: HostRoom, options: EngineOptions, content: str) -> int:
+    tile = max(room.layout.tiles(u)[0].numel for u in range(len(room.layout.units)))
+    rings = 2 if content in WEIGHTS or room.dtype is torch.float32 and content in RESIDUALS else 1
+    return rings * options.disk_ring * padded(tile * DTYPES[content].itemsize)
+
+
+def _num_saved(room: HostRoom, options: EngineOptions) -> int:
+    """Positions of saved inputs beside those on the device."""
+    all_on_host = replace(options, saved_on_host=None)
+    ops = step_ops(room.layout, all_on_host.step_options(room.layout, room.dtype))
+    return len({a.buffer for op in ops for a in op.accesses if a.buffer.place is Place.SAVED})
+
+
+def _share(room: HostRoom, pairs: list[Pair], share: float) -> Iterator[Pair]:
+    """The first pairs, up to the one whose end comes nearest to the share of all their bytes."""
+    left = share * sum(_nbytes(room, pair) for pair in pairs)
+    for pair in pairs:
+        nbytes = _nbytes(room, pair)
+        if left < nbytes / 2:
+            return
+        left -= nbytes
+        yield pair
+
+
+def _pairs(room: HostRoom, options: EngineOptions, contents: tuple[str, ...]) -> list[Pair]:
+    """Of units that are neither resident nor have a second copy, content by content, blocks spread over the model."""
+    elsewhere = {*options.step_options(room.layout, room.dtype).resident}
+    elsewhere |= set() if options.ahead == "auto" else set(options.ahead)
+    units = [u for u in (*_spread(room.layout.blocks), *_others(room.layout)) if u not in elsewhere]
+    pairs = [(content, unit) for content in contents for unit in units]
+    return [pair for pair in pairs if _nbytes(room, pair)]
+
+
+def _others(layout: Layout) -> list[int]:
+    """Small units before the vocabulary matrices, and of those the table last."""
+    order = (UnitKind.FINAL, UnitKind.GLUE, UnitKind.OUTPUT, UnitKind.TABLE)
+    found = (layout.find(kind) for kind in order)
+    return [unit for unit in found if unit is not None]
+
+
+def _spread(blocks: tuple[int, ...]) -> list[int]:
+    """An order of which every beginning lies evenly over the whole: the bits of each index turned round."""
+    width = max(len(blocks) - 1, 1).bit_length()
+    turned = sorted(range(len(blocks)), key=lambda i: int(f"{i:0{width}b}"[::-1], 2))
+    return [blocks[i] for i in turned]
+
+
+def _nbytes(room: HostRoom, pair: Pair) -> int:
+    content, unit = pair
+    keep_residual = room.dtype is torch.float32
+    return plane_numel(room.layout, unit, content, keep_residual=keep_residual) * DTYPES[content].itemsize

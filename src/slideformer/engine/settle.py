@@ -1,0 +1,97 @@
+"""Decides what a run's options leave open: on a device of its own by its memory and short measurements, on the CPU
+without, since nothing is gained there by keeping anything elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from slideformer.device import Device
+from slideformer.engine.ahead import auto_ahead
+from slideformer.engine.costs import Costs
+from slideformer.engine.fit import budget_of, host_room, require_fit
+from slideformer.engine.offload import HostRoom, offloaded
+from slideformer.engine.options import EngineOptions
+from slideformer.engine.placement import Room, place
+from slideformer.engine.probe import probe
+from slideformer.memory import Budget
+from slideformer.model.decoder import Decoder
+from slideformer.native import HostKernels
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """options: nothing in them is "auto". budget: bytes by term and tier. costs: what was measured; None on the CPU."""
+
+    options: EngineOptions
+    budget: Budget
+    costs: Costs | None
+
+
+def settle(options: EngineOptions, decoder: Decoder, device: Device, kernels: HostKernels) -> Settled:
+    """Raises BadInput, and DoesNotFit where there is no room for it."""
+    if device.kind == "cpu":
+        chosen = with_disk(_streamed(options, decoder), decoder, device.kind, None, host_room(options).nbytes)
+        return Settled(chosen, _fitting(chosen, decoder, device.kind, None, None), None)
+    if options.max_gpu_memory is not None:
+        device.limit_memory(options.max_gpu_memory)
+    free_nbytes = device.free_nbytes()
+    limits = [n for n in (free_nbytes, options.max_gpu_memory) if n is not None]
+    costs = probe(decoder, device, options, kernels)
+    room = Room(decoder.layout, options, costs, decoder.hidden_size, decoder.dtype, min(limits))
+    chosen = with_disk(place(room), decoder, device.kind, costs, host_room(options).nbytes)
+    budget = _fitting(chosen, decoder, device.kind, costs, free_nbytes)
+    if chosen.ahead == "auto":
+        chosen = replace(chosen, ahead=auto_ahead(decoder.layout, chosen, budget, costs))
+        budget = _fitting(chosen, decoder, device.kind, costs, free_nbytes)
+    return Settled(chosen, budget, costs)
+
+
+def _streamed(options: EngineOptions, decoder: Decoder) -> EngineOptions:
+    """Nothing stays on the device beside the window, for the CPU; units that were named stay named."""
+    if options.resident == "all":
+        log.warning("placement: resident is for a GPU; on the CPU all memory is the host's, so all is streamed")
+        options = replace(options, resident=())
+    if options.max_gpu_memory is not None:
+        log.warning("max_gpu_memory limits a GPU; on the CPU max_host_memory limits everything")
+    return replace(
+        options,
+        saved_on_device=None if options.saved_on_device == "auto" else options.saved_on_device,
+        resident=options.step_options(decoder.layout, decoder.dtype).resident,
+        keep=() if options.keep == "auto" else options.keep,
+        ahead=() if options.ahead == "auto" else options.ahead,
+        late=() if options.late == "auto" else options.late,
+        sliced_head=options.sliced_head is True,
+    )
+
+
+def with_disk(
+    options: EngineOptions, decoder: Decoder, kind: str, costs: Costs | None, host_nbytes: int
+) -> EngineOptions:
+    """With what lies on disk decided, by `options.offload` and the memory that the host may give. kind: of the device.
+    Allocates nothing."""
+
+    def used(trial: EngineOptions) -> Budget:
+        sizes = {"hidden_size": decoder.hidden_size, "dtype": decoder.dtype}
+        found = budget_of(decoder.layout, trial, **sizes, costs=costs)
+        return found.on_one_tier() if kind == "cpu" else found
+
+    shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
+    saved_nbytes = shape.micro_tokens * shape.hidden * shape.dtype.itemsize
+    return offloaded(options, HostRoom(decoder.layout, decoder.dtype, used, host_nbytes, saved_nbytes))
+
+
+def _fitting(
+    options: EngineOptions, decoder: Decoder, kind: str, costs: Costs | None, free_nbytes: int | None
+) -> Budget:
+    return require_fit(
+        decoder.layout,
+        options,
+        hidden_size=decoder.hidden_size,
+        dtype=decoder.dtype,
+        device_kind=kind,
+        costs=costs,
+        free_nbytes=free_nbytes,
+    )
