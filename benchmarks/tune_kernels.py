@@ -48,16 +48,21 @@ class Variant:
     def label(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.constants.items()) or self.name
 
+    def _set(self, constants: dict[str, object]) -> None:
+        for name, value in constants.items():
+            setattr(self.module, name, value)
+        for function in vars(self.module).values():  # sizes that follow from the constants are remembered
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
+
     @contextmanager
     def chosen(self) -> Iterator[None]:
         before = {name: getattr(self.module, name) for name in self.constants}
         try:
-            for name, value in self.constants.items():
-                setattr(self.module, name, value)
+            self._set(self.constants)
             yield
         finally:
-            for name, value in before.items():
-                setattr(self.module, name, value)
+            self._set(before)
 
 
 @dataclass(frozen=True)

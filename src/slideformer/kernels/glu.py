@@ -6,6 +6,8 @@ widest tensors of a block exist once.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -72,20 +74,22 @@ def _backward(grad_ptr, gate_ptr, up_ptr, num_columns, gate_stride, up_stride, S
     tl.store(up_ptr + row * up_stride + at, (grad * value).to(dtype), mask=mask)
 
 
-def _grid(x: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    width = x.shape[-1]
+@cache
+def _sizes(width: int) -> tuple[int, dict[str, int]]:
+    """Programs of a row, and what each is."""
     block = min(triton.next_power_of_2(width), WHOLE_BLOCK if width % MAX_BLOCK else MAX_BLOCK)
-    return (x.numel() // width, triton.cdiv(width, block)), {"BLOCK": block, "num_warps": max(block // WARP_NUMEL, 4)}
+    return triton.cdiv(width, block), {"BLOCK": block, "num_warps": max(block // WARP_NUMEL, 4)}
 
 
 def _run_forward(gate: torch.Tensor, up: torch.Tensor, silu: bool) -> torch.Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    grid, sizes = _grid(gate)
-    _forward[grid](
+    width = gate.shape[-1]
+    programs, sizes = _sizes(width)
+    _forward[gate.numel() // width, programs](
         gate,
         up,
         out,
-        gate.shape[-1],
+        width,
         gate.stride(-2),
         up.stride(-2),
         SILU=silu,
@@ -96,12 +100,13 @@ def _run_forward(gate: torch.Tensor, up: torch.Tensor, silu: bool) -> torch.Tens
 
 
 def _run_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, silu: bool) -> None:
-    grid, sizes = _grid(gate)
-    _backward[grid](
+    width = gate.shape[-1]
+    programs, sizes = _sizes(width)
+    _backward[gate.numel() // width, programs](
         grad.contiguous(),
         gate,
         up,
-        gate.shape[-1],
+        width,
         gate.stride(-2),
         up.stride(-2),
         SILU=silu,

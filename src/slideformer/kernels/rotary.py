@@ -6,6 +6,8 @@ alone. In place because nothing else needs what came before: linear layers and n
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -89,6 +91,9 @@ def _writable(x: torch.Tensor) -> torch.Tensor:
     return x if dense else x.contiguous()
 
 
+_padded = cache(triton.next_power_of_2)
+
+
 def _launch(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float, interleaved: bool
 ):
@@ -108,9 +113,9 @@ def _launch(
         cos.stride(1),
         direction,
         INTERLEAVED=interleaved,
-        Q_HEADS=triton.next_power_of_2(q_heads),
-        K_HEADS=triton.next_power_of_2(k_heads),
-        HALF=triton.next_power_of_2(half),
+        Q_HEADS=_padded(q_heads),
+        K_HEADS=_padded(k_heads),
+        HALF=_padded(half),
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
     )
