@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slideformer.cli.arguments import Debug, Json, Settings, read_config
-from slideformer.cli.exits import say, told_in_one_sentence
+from slideformer.cli.exits import leave, say, told_in_one_sentence
 
 if TYPE_CHECKING:
     from slideformer.config import TrainConfig
@@ -42,6 +42,8 @@ def train(
             say(str(stopped))
             if as_json:
                 print(json.dumps({"status": "stopped", "error": str(stopped), "exit_code": 128 + stopped.signum}))
+            if stopped.at_once:
+                leave(128 + stopped.signum)
             raise typer.Exit(128 + stopped.signum) from None
         if as_json:
             print(json.dumps(found, indent=2))

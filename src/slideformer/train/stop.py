@@ -10,8 +10,8 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from types import FrameType
+from contextlib import ExitStack, suppress
+from types import FrameType, TracebackType
 from typing import Self
 
 from slideformer.device.lanes import Fault, ThreadLane
@@ -91,3 +91,14 @@ def within(seconds: float, work: Callable[[], None]) -> None:
         time.sleep(0.01)
     if done:
         lane.close()
+
+
+def let_go(
+    held: ExitStack, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+) -> None:
+    """Close what a run that fails holds; if it ends at once, lanes that a disk keeps busy are left behind with it."""
+    closing = held.pop_all()
+    if isinstance(error, Stopped) and error.at_once:
+        within(AT_ONCE_S, closing.close)
+    else:
+        closing.__exit__(kind, error, where)

@@ -50,7 +50,7 @@ from slideformer.train.save import CHAT_TEMPLATE, companions, save
 from slideformer.train.schedule import Schedule, num_steps
 from slideformer.train.setup import build_decoder, engine_options, save_dtype
 from slideformer.train.start import tell_start
-from slideformer.train.stop import AT_ONCE_S, Stopped, StopRequests, within
+from slideformer.train.stop import AT_ONCE_S, Stopped, StopRequests, let_go, within
 from slideformer.train.trackers import Trackers, require_trackers
 
 
@@ -381,7 +381,7 @@ class Trainer:
     @contextmanager
     def _closed_on_failure(self) -> Iterator[None]:
         with ExitStack() as failing:
-            failing.push(self._held.__exit__)
+            failing.push(partial(let_go, self._held))
             failing.callback(self._forget)
             yield
             failing.pop_all()
