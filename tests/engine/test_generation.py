@@ -220,6 +220,39 @@ def test_prompts_that_do_not_fit_are_taken_in_rounds_and_too_little_memory_is_re
             engine(1 << 19, (5,))
 
 
+class Gpu(CpuDevice):
+    """Says that it is a GPU with so much memory, which is the host's."""
+
+    kind = "cuda"
+    nbytes = 0
+
+    def free_nbytes(self) -> int:
+        return self.nbytes
+
+
+def test_the_device_is_filled_with_weights_first_and_then_with_keys_and_values():
+    """From a device that hardly holds a window to one that holds everything: never more than there is, ever more of it
+    used, and the same tokens."""
+    decoder = decoder_of("llama", False)
+    expect = expected("llama", False)
+    placed = []
+    for kib in (400, 700, 900, 1300, 2600):
+        with Gpu() as device:
+            device.nbytes = kib << 10
+            options = GenerationOptions(cpu_threads=1, micro_tokens=20)
+            with GenerationEngine(decoder, device, options, prompt_lengths=LENGTHS, max_new_tokens=NEW) as engine:
+                assert engine.budget.device_nbytes <= device.nbytes
+                write_weights(decoder, engine, model_of("llama", False))
+                assert engine.generate(prompts_of(), Sampling(max_new_tokens=NEW)).tokens == expect
+                found, layout = engine.pass_options, engine.layout
+                blocks = set(found.resident) & set(layout.blocks)
+                placed.append((found.sliced_head, layout.output in found.resident, len(blocks), found.cached_on_device))
+    assert placed[0][0] and placed[0][2] == 0, placed
+    assert placed[-1] == (False, True, 4, 4 * engine.shape.micro_batches), placed
+    assert [p[1:3] for p in placed] == sorted(p[1:3] for p in placed), placed
+    assert len(set(placed)) >= 4, placed
+
+
 BAD = {
     "no prompts": ([], {}, "there are no prompts"),
     "an empty prompt": ([[7], []], {}, "prompt 2 has no tokens"),

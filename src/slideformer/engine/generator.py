@@ -15,9 +15,10 @@ from slideformer.device import Device
 from slideformer.engine.costs import ASSUMED, assumed
 from slideformer.engine.generation import Generated, Generation, Told, listed_passes, pass_options, shape_of
 from slideformer.engine.placement import MARGIN
+from slideformer.engine.probe import held_by_library_nbytes
 from slideformer.errors import BadInput
 from slideformer.layout import Layout, UnitKind
-from slideformer.memory import Budget, Limit, State, host_limit, resident_nbytes
+from slideformer.memory import Budget, Limit, State, home_nbytes, host_limit, resident_nbytes
 from slideformer.memory.passes import PassShape, pass_budget, pass_needs
 from slideformer.model.decoder import Decoder
 from slideformer.model.sampling import Sampling
@@ -125,6 +126,7 @@ class _Fit:
         left = Limit(max(machine.nbytes - resident_nbytes(), 0), f"{machine.name} that this process does not use yet")
         named = None if options.max_host_memory is None else Limit(options.max_host_memory, "max_host_memory")
         self.host_limit = left if named is None else min(named, left)
+        self._library_nbytes = 2 * held_by_library_nbytes(decoder, device) if device.kind == "cuda" else 0
 
     def choose(self, prompt_lengths: Sequence[int], max_new_tokens: int) -> tuple[PassShape, PassOptions]:
         """Fewer prompts at once, until they fit; then as much of the model on the device as has room."""
@@ -161,13 +163,14 @@ class _Fit:
         return found
 
     def _workspace_nbytes(self, shape: PassShape) -> int:
-        """Most that one op takes for a while: a block on whole prompts, or logits and their order."""
+        """Most that one op takes for a while: a block on whole prompts, or logits and their order; and what a matrix
+        library keeps, here and on the stream of the model."""
         block = max(b.kept_nbytes for b in assumed(self.layout, shape.first, ASSUMED["cuda"]).blocks)
         if self.decoder.attn_implementation == "eager":
             heads = self.decoder.config.num_attention_heads
             block += shape.rows * heads * shape.prompt_length**2 * (shape.dtype.itemsize + 4)
         logits = 4 * 4 * shape.rows * shape.micro_batches * self.decoder.vocab_size
-        return max(block, logits)
+        return max(block, logits) + self._library_nbytes
 
     def _place(self, shape: PassShape) -> PassOptions:
         layout, given = self.layout, self.options.resident
@@ -187,11 +190,11 @@ class _Fit:
         if self._room(shape, base) < 0:
             base = replace(base, window=1)
         ends = [u for u in every if layout.units[u].kind is not UnitKind.BLOCK and (u or layout.tied)]
-        resident = [] if base.sliced_head else ends
+        resident = [] if base.sliced_head or self._room(shape, replace(base, resident=tuple(ends))) < 0 else ends
         base = replace(base, resident=tuple(resident))
         room = self._room(shape, base)
         for unit in layout.blocks:
-            nbytes = layout.units[unit].numel * shape.dtype.itemsize
+            nbytes = home_nbytes(layout, unit, keep_residual=shape.dtype is torch.float32)
             if room < nbytes:
                 break
             room -= nbytes

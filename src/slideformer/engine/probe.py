@@ -39,7 +39,7 @@ def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: Hos
             host_nbytes=gather_rate(kernels),
             device_nbytes=device_rate(device),
         )
-        library_nbytes = _library_nbytes(decoder, device)
+        library_nbytes = held_by_library_nbytes(decoder, device)
         trial = _Trial(decoder, device, options)
         blocks = _blocks(decoder, trial)
         whole = trial.try_whole_head()
@@ -55,7 +55,7 @@ def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: Hos
     return Costs(rates, blocks, *head, measured=True, whole_head=whole is not None, library_nbytes=2 * library_nbytes)
 
 
-def _library_nbytes(decoder: Decoder, device: Device) -> int:
+def held_by_library_nbytes(decoder: Decoder, device: Device) -> int:
     """What a matrix library takes at its first product on a stream and keeps: here, and on the stream of the model."""
     square = torch.zeros(PRODUCT, PRODUCT, dtype=decoder.dtype, device=device.torch_device)
     return max(device.measure(lambda: square @ square).held_nbytes - square.nbytes, 0)
