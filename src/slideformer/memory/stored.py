@@ -6,7 +6,6 @@ which keeps the tile in hand open, so that a plane written piece by piece is not
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -80,10 +79,10 @@ class Stored:
         self, folder: DiskFolder, layout: Layout, disk: Sequence[tuple[str, int]], *, keep_residual: bool
     ) -> None:
         """disk: (content, unit) pairs. Makes the files at their full size. Raises DoesNotFit, BadInput."""
-        self._layout, self._keep_residual, self.pairs = layout, keep_residual, frozenset(disk)
+        self._folder, self._layout, self._keep_residual = folder, layout, keep_residual
+        self.pairs = frozenset(disk)
         self._tiles: dict[tuple[str, int, int], StoredTile] = {}
         self._open: dict[str, _Open] = {}
-        self._lock = threading.Lock()
         for content, dtype in DTYPES.items():
             keys = [(unit, t) for c, unit in disk if c == content for t in self._cuts(content, unit)]
             if keys:
@@ -102,7 +101,7 @@ class Stored:
         step runs: only of units that it does not change meanwhile."""
         stop = min(stop, self.numel(content, unit))
         out = torch.empty(max(stop - start, 0), dtype=DTYPES[content])
-        with self._lock:
+        with self._folder.guard:
             for t, begin, end in self._overlaps(content, unit, start, stop):
                 found = self._opened(content, unit, t)
                 out[begin - start : end - start] = found.values[begin - t.start : end - t.start]
@@ -111,7 +110,7 @@ class Stored:
     def put(self, content: str, unit: int, offset: int, values: torch.Tensor) -> None:
         """Set elements of a plane from `offset` on, those beyond its end left out. On disk after `flush`."""
         stop = min(offset + values.numel(), self.numel(content, unit))
-        with self._lock:
+        with self._folder.guard:
             for t, begin, end in self._overlaps(content, unit, offset, stop):
                 found = self._opened(content, unit, t)
                 found.values[begin - t.start : end - t.start] = values[begin - offset : end - offset]
@@ -119,7 +118,7 @@ class Stored:
 
     def flush(self) -> None:
         """Everything that was put is in the files. Raises DiskFault."""
-        with self._lock:
+        with self._folder.guard:
             for content in [c for c, found in self._open.items() if found.changed]:
                 self._shut(content)
 
