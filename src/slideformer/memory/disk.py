@@ -68,7 +68,7 @@ class DiskFolder:
     """The folder of one run. Use as a context manager or close it.
 
     direct: reads and writes pass the page cache. gds: how tensors of a device move, if they may. reads, writes: what
-    went each way so far, headers not counted.
+    went each way so far, headers not counted. guard: for whoever keeps something of the files in memory.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class DiskFolder:
         self.reads, self.writes = Traffic(), Traffic()
         self._files: dict[str, DiskFile] = {}
         self._lock, self._closed = threading.Lock(), False
+        self.guard = threading.Lock()
         self.claim = Claim(path)
         try:
             self.direct = passes_the_cache(path)
