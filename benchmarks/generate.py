@@ -126,6 +126,7 @@ def main() -> None:
                     "link_gbps": round(rate, 2),
                     "ratio": round(passes_s * engine.layout.numel, 3),
                     "streamed_ratio": round(passes_s * streamed, 3),
+                    "predicted_pass_s": engine.predicted_pass_s,
                     "gpu_peak_gib": round(device.peak_nbytes() / GIB, 3) if cuda else None,
                     "gpu_plan_gib": round(engine.budget.device_nbytes / GIB, 3),
                     "host_peak_gib": host_peak_gib(),

@@ -242,6 +242,7 @@ def test_the_device_is_filled_with_weights_first_and_then_with_keys_and_values()
             options = GenerationOptions(cpu_threads=1, micro_tokens=20)
             with GenerationEngine(decoder, device, options, prompt_lengths=LENGTHS, max_new_tokens=NEW) as engine:
                 assert engine.budget.device_nbytes <= device.nbytes
+                assert engine.predicted_pass_s is not None and engine.predicted_pass_s > 0
                 write_weights(decoder, engine, model_of("llama", False))
                 assert engine.generate(prompts_of(), Sampling(max_new_tokens=NEW)).tokens == expect
                 found, layout = engine.pass_options, engine.layout

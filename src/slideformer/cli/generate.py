@@ -81,11 +81,12 @@ def generate(
             sampling = replace(drawn, end_ids=generator.codec.end_ids)
             streams = len(words) == 1 and sys.stdout.isatty() and not as_json
             completions, found = generator.run(sampling, *([_streaming(generator)] if streams else []))
+            predicted_s = generator.engine.predicted_pass_s
         if as_json:
-            print(json.dumps(_object(model, completions, found), indent=2, ensure_ascii=False))
+            print(json.dumps(_object(model, completions, found, predicted_s), indent=2, ensure_ascii=False))
             return
         print("" if streams else _text(completions))
-        say(speed(found))
+        say(speed(found, predicted_s))
 
 
 def _words(texts: list[str], file: Path | None) -> list[Words]:
@@ -148,7 +149,9 @@ def _first_line(text: str, width: int = 76) -> str:
     return line if len(line) <= width else line[: width - 3] + "..."
 
 
-def _object(model: Path, completions: list[Completion], found: Generated) -> dict[str, object]:
+def _object(
+    model: Path, completions: list[Completion], found: Generated, predicted_s: float | None
+) -> dict[str, object]:
     from slideformer.train.generate import binds
 
     lane, share = binds(found.busy, found.pass_s)
@@ -170,6 +173,7 @@ def _object(model: Path, completions: list[Completion], found: Generated) -> dic
         "decode_seconds": found.decode_s,
         "num_passes": found.num_passes,
         "pass_seconds": found.pass_s,
+        "predicted_pass_seconds": predicted_s,
         "busiest_lane": lane,
         "busiest_lane_share": share,
     }

@@ -14,8 +14,10 @@ import torch
 from slideformer.device import Device
 from slideformer.engine.costs import ASSUMED, assumed
 from slideformer.engine.generation import Generated, Generation, Told, listed_passes, pass_options, shape_of
+from slideformer.engine.pass_costs import predicted_pass_s
 from slideformer.engine.placement import MARGIN
 from slideformer.engine.probe import held_by_library_nbytes
+from slideformer.engine.rates import DUPLEX, link_rate
 from slideformer.errors import BadInput
 from slideformer.layout import Layout, UnitKind
 from slideformer.memory import Budget, Limit, State, home_nbytes, host_limit, resident_nbytes
@@ -51,7 +53,8 @@ class GenerationOptions:
 
 class GenerationEngine:
     """Context manager: `close` ends its threads; the device is the caller's. budget: bytes by term and tier; shape,
-    pass_options: what it was built for."""
+    pass_options: what it was built for. predicted_pass_s: of a full pass after the first, from the link's rate as it is
+    measured at the start; None on the CPU."""
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class GenerationEngine:
             fit = _Fit(decoder, self.layout, device, options)
             self.shape, self.pass_options = fit.choose(prompt_lengths, max_new_tokens)
             self.budget = fit.require(self.shape, self.pass_options)
+            self.predicted_pass_s = _predicted_s(self.layout, self.shape, self.pass_options, device)
             self.state = State(
                 self.layout,
                 device,
@@ -110,6 +114,13 @@ class GenerationEngine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _predicted_s(layout: Layout, shape: PassShape, options: PassOptions, device: Device) -> float | None:
+    if device.kind == "cpu":
+        return None
+    rates = replace(ASSUMED["cuda"], link_nbytes=link_rate(device) / DUPLEX)  # nothing much comes back
+    return predicted_pass_s(layout, shape, replace(options, first=False), rates)
 
 
 class _Fit:

@@ -150,8 +150,8 @@ def binds(busy: Mapping[LaneName, float], pass_s: float) -> tuple[str, float]:
     return str(lane), min(busy.get(lane, 0.0) / pass_s, 1.0) if pass_s else 0.0
 
 
-def speed(found: Generated) -> str:
-    """Tokens a second, and what they hang on, in a sentence."""
+def speed(found: Generated, predicted_s: float | None = None) -> str:
+    """Tokens a second, and what they hang on, in a sentence. predicted_s: of a pass, by the plan."""
     lane, share = binds(found.busy, found.pass_s)
     what = {
         "upload": "weights cross the link, for more prompts at once in the same time; more device memory shortens it",
@@ -161,5 +161,6 @@ def speed(found: Generated) -> str:
     text = f"{found.num_tokens} tokens in {found.prompt_s + found.decode_s:.2f} s"
     if found.decoded:
         text += f" ({found.prompt_s:.2f} s of them for the prompts), {found.tokens_per_second:.1f} tokens/s"
-        text += f", {found.pass_s:.3g} s a pass; {lane} is busy {share:.0%} of it: {what}"
+        promised = "" if predicted_s is None else f" ({predicted_s:.3g} s by the plan)"
+        text += f", {found.pass_s:.3g} s a pass{promised}; {lane} is busy {share:.0%} of it: {what}"
     return text
