@@ -29,6 +29,7 @@ from slideformer.train import checkpoint, retention  # noqa: E402
 STEPS = 24
 EVALUATIONS = {"val_size": 4, "eval_strategy": "steps", "eval_steps": 7, "per_device_eval_batch_size": 2}
 MOMENTS = ("anywhere", "start", "save", "save", "rotation", "rotation", "term")
+UNITS_OF_THE_MACHINE = ("_pct", "_gib", "_gbps")
 TIMES = ("tokens_per_second", "step_time", "eta_seconds", "tflops", "mfu")
 
 
@@ -57,7 +58,11 @@ def state_of(folder: Path) -> dict[str, bytes]:
 def metrics_of(out: Path) -> list[dict]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in line.items() if k not in TIMES and not k.endswith("_pct") and not k.endswith("_gib")}
+        {
+            k: v
+            for k, v in line.items()
+            if k not in TIMES and not k.endswith("_pct") and not k.endswith(("_gib", "_gbps"))
+        }
         for line in lines
     ]
 
@@ -90,6 +95,7 @@ class Campaign:
             "ring": chance.choice((2, 4)),
             "save_steps": chance.choice((1, 1, 1, 2)),
             "save_total_limit": chance.choice((1, 2, 2, 3)),
+            **self._disk_tier(),
         }
         self._write(self.broken, resume_from_checkpoint="auto", **same_maths)
         child = self.server.start(self.broken, "train", "train.yaml")
@@ -102,6 +108,15 @@ class Campaign:
         # A SIGTERM that comes when the result has been written ends the process as it ends any other.
         assert code in (0, -signal.SIGKILL, 143, -signal.SIGTERM), f"{code}: {child.told()}"
         self._judge(child, code, before)
+
+    def _disk_tier(self) -> dict[str, object]:
+        """Every second start has some of its state in files, in a folder of its own: what a killed run left is kept."""
+        for left in self.broken.glob("tier-*"):
+            shutil.rmtree(left)
+        if self.chance.random() < 0.5:
+            return {}
+        shares = {"offload_optimizer": self.chance.choice((0.5, "nvme")), "offload_weights": self.chance.choice((0, 1))}
+        return {"offload_dir": f"tier-{self.counts.restarts}", **shares}
 
     def _wait_for(self, moment: str, child: Child) -> None:
         if moment == "start":
@@ -148,6 +163,8 @@ class Campaign:
             counts.steps.add(int(before.name.rpartition("-")[2]))
         after = self._newest()
         assert before is None or after is not None, "there was a complete checkpoint, and now there is none"
+        if code in (0, 143):
+            assert not list(self.broken.glob("tier-*")), "files of the disk tier are left"
         if code == -signal.SIGKILL:
             counts.kills += 1
             counts.in_saves += self._has(".partial")

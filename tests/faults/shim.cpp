@@ -1,7 +1,7 @@
 // Preloaded into a process that is to meet a bad day: a disk that hangs, and a clock that somebody sets.
 //
 // FAULT_HANG=TEXT: a write to a file whose path has TEXT in it does not return, except, as a real one on a network
-// file system, when a signal comes; it says so on standard error. FAULT_HANG_ONLY=KIND makes it one of write, fsync.
+// file system, when a signal comes; it says so on standard error. FAULT_HANG_ONLY=KIND makes it one of write, fsync, pwritev, preadv.
 // FAULT_CLOCK=1: every look at the wall clock finds it years before or after the last one.
 #include <cerrno>
 #include <cstdio>
@@ -10,6 +10,7 @@
 #include <ctime>
 #include <dlfcn.h>
 #include <sys/time.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 namespace {
@@ -51,6 +52,17 @@ time_t jump() {
 extern "C" ssize_t write(int fd, const void* data, size_t size) {
     if (hangs(fd, "write")) return hang();
     return next<ssize_t (*)(int, const void*, size_t)>("write")(fd, data, size);
+}
+
+// As the disk tier moves its tiles, in threads to which no signal comes.
+extern "C" ssize_t pwritev(int fd, const iovec* parts, int count, off_t offset) {
+    while (hangs(fd, "pwritev")) hang();
+    return next<ssize_t (*)(int, const iovec*, int, off_t)>("pwritev")(fd, parts, count, offset);
+}
+
+extern "C" ssize_t preadv(int fd, const iovec* parts, int count, off_t offset) {
+    while (hangs(fd, "preadv")) hang();
+    return next<ssize_t (*)(int, const iovec*, int, off_t)>("preadv")(fd, parts, count, offset);
 }
 
 extern "C" int fsync(int fd) {

@@ -157,3 +157,27 @@ MetricsFile.write = filling
         with contextlib.suppress(ValueError):
             steps.append(json.loads(line)["global_step"])
     assert steps[:2] == [1, 2] and steps[-3:] == [7, 8, 9] and len(steps) < 9
+
+
+@pytest.mark.parametrize("only", ["pwritev", "preadv"])
+def test_a_disk_tier_that_hangs_is_left_by_a_second_ctrl_c(server: Server, config, only) -> None:
+    """Lanes are then at work for ever, in threads that no signal reaches."""
+    folder = config(max_steps=1000, save_steps=2, offload_optimizer="nvme", offload_dir="tier")
+    hangs = f"""
+from slideformer.train.saver import Saver
+save = Saver.save
+def hanging(self, progress):
+    save(self, progress)
+    if progress.step == 4:
+        os.environ.update(FAULT_HANG='/tier/exp_avg', FAULT_HANG_ONLY='{only}')
+Saver.save = hanging
+"""
+    child = server.start(folder, "train", "train.yaml", before=hangs)
+    child.until("the disk hangs")
+    child.send(signal.SIGINT)
+    child.until("once more, and it ends at once")
+    assert child.alive()
+    child.send(signal.SIGINT)
+    assert child.wait(timeout_s=15) == 130
+    assert "stopped by SIGINT at once" in child.told() and "Traceback" not in child.told()
+    assert "checkpoint-2" in complete(folder / "out")
