@@ -65,7 +65,7 @@ def outcome(device: CudaDevice, **changes) -> tuple[list[tuple[float, float]], l
 
 @pytest.mark.parametrize("update", ["eager", "deferred"])
 def test_disk_and_host_runs_are_the_same(update, tmp_path):
-    """Each block has another combination of contents on disk; the last has none, and so has the table in one program."""
+    """Each block has another combination of contents on disk, and in one program the table and the final norm all."""
     layout = Decoder(CONFIG, dtype=torch.bfloat16, tile_numel=1 << 18).layout
     disk = [(content, unit) for unit, chosen in zip(layout.blocks, EVERY, strict=False) for content in chosen]
     if update == "eager":
