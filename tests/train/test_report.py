@@ -163,3 +163,19 @@ def test_axes_have_round_numbers_around_the_values(low, high, ticks) -> None:
 )
 def test_numbers_on_axes_are_short(value, text) -> None:
     assert label(value) == text
+
+
+def test_samples_are_shown_step_by_step_and_as_text(tmp_path) -> None:
+    write_run(tmp_path / "run")
+    lines = [
+        {"global_step": step, "prompt": prompt, "text": f"{step} <i>{prompt}</i>"}
+        for step in (10, 20)
+        for prompt in ("2+2", "name")
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"global_step": 30, "pro'
+    (tmp_path / "run" / "generations.jsonl").write_text(text)
+    page = Page(report(tmp_path / "run"))
+    said = " ".join(page.text)
+    assert said.index("Sample: 2+2") < said.index("10 <i>2+2</i>") < said.index("20 <i>2+2</i>")
+    assert said.index("20 <i>2+2</i>") < said.index("Sample: name") < said.index("20 <i>name</i>")
+    assert "step 30" not in said

@@ -16,6 +16,7 @@ from pathlib import Path
 from slideformer.train.lines import LinesFile
 
 METRICS = "metrics.jsonl"
+GENERATIONS = "generations.jsonl"
 Metrics = Mapping[str, float | int | None]
 
 

@@ -12,7 +12,7 @@ from slideformer.errors import BadInput
 from slideformer.memory import size
 from slideformer.train import record
 from slideformer.train.charts import Point, chart, timeline_chart
-from slideformer.train.metrics import METRICS
+from slideformer.train.metrics import GENERATIONS, METRICS
 from slideformer.train.panel import duration
 from slideformer.train.timeline import read_timeline
 
@@ -41,7 +41,7 @@ def report(folder: Path) -> str:
     lines = _read_metrics(folder)
     name = str(_of(run, "config").get("run_name") or folder.resolve().name)
     charts = _sections([*_charts(lines), *_step(folder)])
-    tables = _sections(_tables(run))
+    tables = _sections([*_samples(folder), *_tables(run)])
     assets = files("slideformer.train") / "page_assets"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -123,6 +123,24 @@ def _step(folder: Path) -> Iterator[tuple[str, str]]:
     )
     title = f"Step {timeline.step}, {timeline.length_s:.3g} s from its first start to its last end"
     yield title, f'<ul class="legend">{legend}</ul>' + timeline_chart(timeline, KINDS)
+
+
+def _samples(folder: Path) -> Iterator[tuple[str, str]]:
+    """What the model wrote, step by step, a table for each prompt. Lines that a killed run left unfinished are passed
+    over."""
+    path = folder / GENERATIONS
+    written: dict[str, dict[str, str]] = {}
+    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            line = json.loads(text)
+            step, shown = f"step {int(line['global_step'])}", str(line["text"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        words = line.get("prompt")
+        prompt = words if isinstance(words, str) else json.dumps(words, ensure_ascii=False)
+        written.setdefault(prompt, {})[step] = shown
+    for prompt, rows in written.items():
+        yield f"Sample: {prompt[:80]}", _table(rows)
 
 
 def _tables(run: Mapping[str, object]) -> Iterator[tuple[str, str]]:

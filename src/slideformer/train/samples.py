@@ -24,8 +24,8 @@ from slideformer.model.decoder import Decoder
 from slideformer.model.sampling import Sampling
 from slideformer.train.generate import Completion, completion
 from slideformer.train.lines import LinesFile
+from slideformer.train.metrics import GENERATIONS
 
-FILE = "generations.jsonl"
 SHOWN = 300  # characters of a sample on the console; all of it is in the file
 
 
@@ -82,7 +82,7 @@ class Samples:
         self, config: TrainConfig, engine: Engine, codec: Codec, prompts: Sequence[Prompt], *, after_step: int
     ):
         """after_step: where the run goes on; samples up to it are kept. Nothing is done without generate_steps."""
-        self._every, self._path = config.generate_steps, Path(config.output_dir) / FILE
+        self._every, self._path = config.generate_steps, Path(config.output_dir) / GENERATIONS
         self._engine, self._codec, self._prompts, self._after_step = engine, codec, prompts, after_step
         self._sampling = Sampling(max_new_tokens=config.generate_max_new_tokens, end_ids=codec.end_ids)
         self._held = ExitStack()
