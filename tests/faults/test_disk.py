@@ -60,6 +60,21 @@ def test_too_small_a_disk_is_refused_before_training(server: Server, config) -> 
     assert "step 1/" not in child.told()
 
 
+@pytest.mark.parametrize(
+    ("kib", "tier", "code"),
+    [(700, {}, 0), (700, {"offload_dir": "out/tier"}, 3), (1100, {"offload_dir": "out/tier"}, 0)],
+)
+def test_a_disk_for_checkpoints_and_state_has_room_for_both_or_is_refused(
+    server: Server, config, kib, tier, code
+) -> None:
+    shares = {"offload_weights": "nvme", "offload_optimizer": "nvme"} if tier else {}
+    folder = config(save_steps=1, save_total_limit=2, **tier, **shares)
+    (folder / "out").mkdir()
+    child = server.start(folder, "train", "train.yaml", before=f"mount('out', 'size={kib}k')")
+    assert ended(child) == code
+    assert ("step 1/" in child.told()) == (code == 0)
+
+
 def test_a_read_only_folder_is_refused_before_anything_is_loaded(server: Server, config) -> None:
     folder = config(save_steps=1)
     (folder / "out").mkdir()

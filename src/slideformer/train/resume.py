@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,11 +29,13 @@ from slideformer.train.setup import save_dtype
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """found: checkpoints to start from, best first; empty: the beginning. maths, bits: see `fingerprint`."""
+    """found: checkpoints to start from, best first; empty: the beginning. maths, bits: see `fingerprint`.
+    require_space: raises DoesNotFit where the disk has no room for the checkpoints to come."""
 
     found: list[Checkpoint]
     maths: dict[str, JsonValue]
     bits: dict[str, JsonValue]
+    require_space: Callable[[], None] = lambda: None
 
     def load(self, engine: Engine, source: Path, console: Console) -> Progress:
         """Set the engine's state. source: the model's folder, read at the beginning only."""
@@ -49,6 +52,7 @@ class Origin:
         if config.save_strategy == "no":
             yield None
             return
+        self.require_space()  # again, now that the engine has taken what it puts on disk
         with Saver(config, engine, console, self.maths, self.bits).running() as saver:
             yield saver
 
@@ -98,16 +102,20 @@ def find_origin(
     first = found[0].record.progress.step if found else 0
     if first > steps:
         raise BadInput(f"{found[0].folder} has {first} steps, and the run has {steps}: raise max_steps")
+    origin = replace(origin, found=found)
     if config.save_strategy != "no":
         every = config.save_steps or batches.steps_per_epoch
-        require_space(
+        space = partial(
+            require_space,
             config,
             decoder.layout,
             keep_residual=decoder.dtype is torch.float32,
             model_nbytes=decoder.layout.numel * save_dtype(config, decoder).itemsize,
             num_saves=steps // every - first // every + 1,
         )
-    return Origin(found, origin.maths, origin.bits)
+        space()
+        origin = replace(origin, require_space=space)
+    return origin
 
 
 def _complete(parent: Path, console: Console | None) -> list[Checkpoint]:
