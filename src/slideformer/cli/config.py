@@ -37,6 +37,7 @@ save_steps: 500
 resume_from_checkpoint: auto # go on where a run in output_dir was interrupted
 report_to: none # or tensorboard, trackio, wandb, mlflow
 # max_gpu_memory: 24GiB # what this run may take of the GPU; everything else stays in host memory
+# offload_dir: /nvme/this-run # what has no room in host memory lies in this folder of a fast disk
 """
 
 Target = Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")]
