@@ -9,6 +9,7 @@ import torch
 
 from slideformer.device import Device
 from slideformer.engine.actions import DeviceActions
+from slideformer.engine.feed import Feed
 from slideformer.engine.host_actions import HostActions
 from slideformer.engine.options import EngineOptions
 from slideformer.engine.reach import Reach
@@ -52,8 +53,14 @@ class PassActions(DeviceActions):
         }
 
     def next(self, reach: Reach, run: PassRun, op: Op) -> None:
+        laid_out = reach.cell("feed")
         feed = _sequences(reach).feed(self.layout)
-        run.feed = replace(feed, flat=self._device.stage(feed.flat))
+        laid_out.value = run.feed = replace(feed, flat=self._device.stage(feed.flat))
+
+    def load(self, reach: Reach, run: PassRun, op: Op) -> None:
+        feed = reach.cell("feed").value
+        assert isinstance(feed, Feed)
+        reach["batch"][: feed.flat.numel()].copy_(feed.flat, non_blocking=True)
 
     @torch.no_grad()
     def embed_cached(self, reach: Reach, run: PassRun, op: Op) -> None:
@@ -116,11 +123,10 @@ class PassActions(DeviceActions):
 
     @torch.no_grad()
     def head_pick(self, reach: Reach, run: PassRun, op: Op) -> None:
+        tokens, numbers = reach["tokens"], run.numbers[op.micro]
         ends, reach.cell("state").value = reach.cell("state").value, None
-        assert isinstance(ends, Ends)
-        assert run.chooser is not None
-        numbers = run.numbers[op.micro]
-        reach["tokens"][: len(numbers)].copy_(run.chooser.choose(torch.cat(ends.logits, dim=1), numbers))
+        assert isinstance(ends, Ends) and run.chooser is not None
+        tokens[: len(numbers)].copy_(run.chooser.choose(torch.cat(ends.logits, dim=1), numbers))
 
     def report_tokens(self, reach: Reach, run: PassRun, op: Op) -> None:
         reach["target"].copy_(reach["source"], non_blocking=True)
