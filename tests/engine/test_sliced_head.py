@@ -93,6 +93,6 @@ def test_no_more_of_the_projection_is_on_the_device_than_a_few_tiles():
             assert seen == (list(range(len(engine.layout.tiles(engine.layout.output)))) if options.sliced_head else [])
     projection = toy_decoder(tied=False).layout.units[-1].numel
     saved = sum(sizes[False].values()) - sum(sizes[True].values())
-    assert sizes[False]["vocabulary matrix"] == 2 * projection
+    assert 2 * projection <= sizes[False]["vocabulary matrix"] < 2 * projection + 512  # whole pieces of memory
     assert saved > 7 * projection  # 2 of weights, 4 of sums and 2 of gradients, less the tiles
     assert sizes[True]["vocabulary slices"] == 640 * (2 * 2 + 4 + 2 * 2)
