@@ -23,6 +23,7 @@ from slideformer.device import Device, open_device
 from slideformer.engine.generator import GenerationEngine, GenerationOptions
 from slideformer.model.decoder import Decoder
 from slideformer.model.sampling import Sampling
+from slideformer.train.generate import TILE_NUMEL
 
 WARMUP = 2  # passes after the first one
 PIECE_NBYTES = 16 << 20
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--gpu-limit", type=float, help="GiB that the engine may take")
     parser.add_argument("--placement", choices=["stream", "auto", "resident"], default="stream")
-    parser.add_argument("--window", type=int, default=2)
+    parser.add_argument("--window", type=int, default=4)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--cpu-threads", type=int)
     parser.add_argument("--link-gib", type=float, default=1.0, help="copied to measure the link")
@@ -88,7 +89,7 @@ def main() -> None:
         decoder = Decoder(
             shape(args.shape, num_layers=args.num_layers),
             dtype=torch.bfloat16 if cuda else torch.float32,
-            tile_numel=1 << 23,
+            tile_numel=TILE_NUMEL,
             disable_dropout=True,
             kernels="auto",
             device=device.torch_device,

@@ -35,10 +35,12 @@ an 8B model are some 2 GiB by `assumed`, which counts too much."""
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
     """resident: units whose weights are on the device; "auto": as many as have room, "all": every one, (): none.
-    window: slots of the blocks that slide. micro_tokens: most tokens of prompts that go through a block at once.
-    max_gpu_memory, max_host_memory: bytes; None is what the machine has. ignore_memory_limits: go on all the same."""
+    window: slots of the blocks that slide, if they have room: while a pass's tokens are chosen and the next one's
+    rows are gathered, uploads go on as far as there are free ones. micro_tokens: most tokens of prompts that go
+    through a block at once. max_gpu_memory, max_host_memory: bytes; None is what the machine has.
+    ignore_memory_limits: go on all the same."""
 
-    window: int = 2
+    window: int = 4
     resident: tuple[int, ...] | str = "auto"
     micro_tokens: int = MICRO_TOKENS
     cpu_threads: int | None = None
@@ -198,8 +200,9 @@ class _Fit:
             return self._with_caches(shape, replace(base, resident=every))
         if self._room(shape, base) < 0:
             base = replace(base, sliced_head=True)
-        if self._room(shape, base) < 0:
-            base = replace(base, window=1)
+        for window in (2, 1):
+            if self._room(shape, base) < 0:
+                base = replace(base, window=min(base.window, window))
         ends = [u for u in every if layout.units[u].kind is not UnitKind.BLOCK and (u or layout.tied)]
         resident = [] if base.sliced_head or self._room(shape, replace(base, resident=tuple(ends))) < 0 else ends
         base = replace(base, resident=tuple(resident))
