@@ -81,6 +81,7 @@ def parse() -> argparse.Namespace:
 
 def measure(engine: Engine, args: argparse.Namespace) -> dict[str, object]:
     folder = Path(args.folder)
+    folder.mkdir(parents=True, exist_ok=True)
     tokens = random_tokens(0, args.batch, args.seq, engine.decoder.vocab_size)
     batch = [MicroBatch(tokens, tokens)]
 
