@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Callable
@@ -106,3 +107,20 @@ def test_a_real_process_leaves_no_complaint_of_pythons_own(tmp_path) -> None:
         done = subprocess.run(words, stdout=out, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 141
     assert done.stderr.splitlines() == ["note: command line: model is taken as model_name_or_path"]
+
+
+def test_a_terminal_that_goes_away_leaves_a_checkpoint(yaml_for, tmp_path) -> None:
+    """The panel's writes fail from then on, and SIGHUP comes."""
+    config = yaml_for(max_steps=1_000_000, save_steps=1_000_000)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "TERM": "xterm"}
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(tmp_path)
+        os.execve(sys.executable, [sys.executable, "-m", "slideformer", "train", str(config)], environment)
+    seen = b""
+    while b" 2/1,000,000" not in seen:
+        seen += os.read(terminal, 4096)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 129
+    (found,) = (tmp_path / "out").glob("checkpoint-*")
+    assert (found / "manifest.json").is_file()
