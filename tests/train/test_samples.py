@@ -5,17 +5,20 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from slideformer.engine.generation import Generation
 from slideformer.engine.generator import GenerationOptions
 from slideformer.errors import BadInput
 from slideformer.model.sampling import Sampling
 from slideformer.train.console import PlainConsole
 from slideformer.train.generate import GenerateRequest, open_generator
 from slideformer.train.samples import lines_of_steps
+from slideformer.train.stop import Stopped
 from slideformer.train.trainer import Trainer, train
 from train.test_trainer import read_metrics
 
@@ -128,3 +131,30 @@ def test_what_samples_take_is_in_the_plan_of_the_memory(config_for) -> None:
         trainer.train()
         assert trainer._engine.budget.host["samples"] > 0
         assert trainer._engine.budget.device["samples"] > 0
+
+
+def test_a_signal_among_the_samples_ends_the_run_with_a_checkpoint_that_goes_on(config_for, monkeypatch) -> None:
+    fields = {**FIELDS, "generate_steps": 2, "generate_max_new_tokens": 30, "save_steps": 4}
+    config = config_for(**fields)
+    run(config)
+    whole = Path(config.output_dir, WEIGHTS).read_bytes()
+    shutil.rmtree(config.output_dir)
+    run_passes, passes = Generation.run, []
+
+    def signalled(self, prompts, sampling, told):
+        def then_told(taken) -> None:
+            passes.append(taken)
+            if len(passes) == 1:
+                signal.raise_signal(signal.SIGTERM)
+            told(taken)
+
+        return run_passes(self, prompts, sampling, then_told)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Generation, "run", signalled)
+        with pytest.raises(Stopped, match="SIGTERM in the samples after step 2: go on from checkpoint-2") as stopped:
+            run(config)
+    assert stopped.value.signum == signal.SIGTERM and len(passes) == 1
+    run(config_for(**fields, resume_from_checkpoint=True))
+    assert Path(config.output_dir, WEIGHTS).read_bytes() == whole
+    assert [line["global_step"] for line in generations(config)] == [4, 4]

@@ -27,7 +27,7 @@ from slideformer.train.journal import Journal
 from slideformer.train.samples import Samples
 from slideformer.train.saver import Saver
 from slideformer.train.schedule import Schedule
-from slideformer.train.stop import StopRequests
+from slideformer.train.stop import Stopped, StopRequests
 from slideformer.train.timeline import AFTER_STEPS, write_timeline
 from slideformer.train.verdict import verdict
 
@@ -117,7 +117,7 @@ class Loop:
         if evaluates or (self._ends(step) and self.work.config.eval_strategy != "no"):
             self._evaluate(step, epoch)
         if self._samples_after(step):
-            self.journal.samples(self.work.samples.take(step, epoch))
+            self._sample(step, epoch)
         if saves or self._ends(step):
             self._save(step, evaluated=True)
         self._interval.restart()
@@ -125,6 +125,17 @@ class Loop:
     def _ends(self, step: int) -> bool:
         """Whether the run is over after `step` steps."""
         return step >= self.work.num_steps or self.callbacks.control.should_training_stop
+
+    def _sample(self, step: int, epoch: float) -> None:
+        """What the model writes now. A signal ends it after the pass in hand, with a checkpoint if there are any."""
+        where = f"in the samples after step {step}"
+        try:
+            self.journal.samples(self.work.samples.take(step, epoch, lambda: self.stop.raise_if_asked(where)))
+        except Stopped as stopped:
+            if not stopped.at_once:
+                self._save(step, evaluated=True)
+                self.stop_if_asked(where, step)
+            raise
 
     def _samples_after(self, step: int) -> bool:
         return self.work.samples.due(step, last=self._ends(step))

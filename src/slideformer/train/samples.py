@@ -7,7 +7,7 @@ as it would without them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,11 +106,12 @@ class Samples:
     def due(self, step: int, *, last: bool) -> bool:
         return self._every > 0 and (last or step % self._every == 0)
 
-    def take(self, step: int, epoch: float) -> list[Sample]:
-        """Of every prompt, with the weights as they are; the engine is idle."""
+    def take(self, step: int, epoch: float, between: Callable[[], None]) -> list[Sample]:
+        """Of every prompt, with the weights as they are; the engine is idle. between: called after every pass; what it
+        raises ends the samples, and there are no others."""
         assert self._generation is not None and self._file is not None
         self._engine.synchronize()
-        found = self._generation.run([prompt.ids for prompt in self._prompts], self._sampling)
+        found = self._generation.run([prompt.ids for prompt in self._prompts], self._sampling, lambda _: between())
         pairs = zip(self._prompts, found.tokens, strict=True)
         made = [completion(prompt, tokens, self._codec, self._sampling.end_ids) for prompt, tokens in pairs]
         for one in made:
