@@ -158,7 +158,16 @@ class Layout:
 
     def tiles(self, unit: int, *, trained: bool = False) -> tuple[Tile, ...]:
         """Tiles of a unit's whole vector, or of its trained prefix only. Same cuts either way, but for the last."""
-        u = self.units[unit]
-        end = u.train_numel if trained else u.numel
-        step = max(self.tile_numel // u.row_numel, 1) * u.row_numel
-        return tuple(Tile(i, a, min(a + step, end)) for i, a in enumerate(range(0, end, step)))
+        found = self._cuts.get((unit, trained))
+        if found is None:
+            u = self.units[unit]
+            end = u.train_numel if trained else u.numel
+            step = max(self.tile_numel // u.row_numel, 1) * u.row_numel
+            found = tuple(Tile(i, a, min(a + step, end)) for i, a in enumerate(range(0, end, step)))
+            self._cuts[unit, trained] = found
+        return found
+
+    @cached_property
+    def _cuts(self) -> dict[tuple[int, bool], tuple[Tile, ...]]:
+        """What `tiles` has worked out: it is asked several times for every op of a plan."""
+        return {}

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.toys import EAGER, toy_decoder, toy_options
+from engine.toys import EAGER, plans_of, toy_decoder, toy_options
 from slideformer.engine import Offload
-from slideformer.engine.fit import budget_of
+from slideformer.engine.fit import budget_of, listed
 from slideformer.engine.offload import HostRoom, offloaded
 from slideformer.engine.settle import with_disk
 
@@ -99,3 +99,15 @@ def test_without_a_folder_nothing_is_decided():
     options = toy_options()
     room = HostRoom(decoder.layout, decoder.dtype, lambda _: pytest.fail("asked"), 0, 1)
     assert offloaded(options, room) is options
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("program", [EAGER, {"max_grad_norm": 0.5}], ids=["eager", "deferred"])
+def test_a_step_and_an_evaluation_with_most_micro_batches_name_every_buffer_that_fewer_need(share, program):
+    decoder, sizes = toy_decoder(), {"micro_batches": 4, "saved_on_device": 2}
+    options = toy_options(offload=Offload(share, share, share), **{**HERE, **program, **sizes})
+    options = with_disk(options, decoder, "cuda", None, 2**50)
+    named = {b for plan in listed(decoder.layout, options, decoder.dtype) for b in plan.buffers()}
+    for fewer in (1, 2, 3):
+        plans = plans_of(decoder.layout, replace(options, micro_batches=fewer), decoder.dtype)
+        assert {b for plan in plans for b in plan.buffers()} <= named

@@ -23,15 +23,9 @@ log = logging.getLogger(__name__)
 
 def listed(layout: Layout, options: EngineOptions, dtype: torch.dtype) -> list[Plan]:
     """Programs that between them name every buffer an engine needs, without waits, so not to be run: a training step
-    and an evaluation, each with the most micro-batches and with one."""
+    and an evaluation with the most micro-batches. Fewer need no others."""
     full = options.step_options(layout, dtype)
-    counts = sorted({options.micro_batches, 1}, reverse=True)
-    each = [replace(full, micro_batches=m) for m in counts]
-    return [
-        Plan(ops(layout, o), (), trains=ops is step_ops, name="listed")
-        for o in each
-        for ops in (step_ops, evaluation_ops)
-    ]
+    return [Plan(ops(layout, full), (), trains=ops is step_ops, name="listed") for ops in (step_ops, evaluation_ops)]
 
 
 def budget_of(
@@ -78,15 +72,16 @@ def require_fit(
     costs: Costs | None = None,
     free_nbytes: int | None = None,
     elsewhere: bool = False,
+    found: Budget | None = None,
 ) -> Budget:
     """The budget, if it fits; else DoesNotFit with the terms, largest first, and the cheapest changes.
 
     Limits: max_gpu_memory for the device's buffers, and with `costs` for working memory; max_host_memory for state
     and host buffers; and for these with what the process takes already, the memory of the machine or its container.
     On the "cpu" device the device's buffers count as the host's. elsewhere: max_host_memory is all that counts.
-    With options.ignore_memory_limits it is a warning.
+    found: the budget, where it is known already. With options.ignore_memory_limits it is a warning.
     """
-    found = budget_of(layout, options, hidden_size=hidden_size, dtype=dtype, costs=costs)
+    found = found or budget_of(layout, options, hidden_size=hidden_size, dtype=dtype, costs=costs)
 
     def placed(b: Budget) -> Budget:
         return b.on_one_tier() if device_kind == "cpu" else b

@@ -17,6 +17,7 @@ from slideformer.engine.probe import probe
 from slideformer.memory import Budget
 from slideformer.model.decoder import Decoder
 from slideformer.native import HostKernels
+from slideformer.schedule.collector import collector_put_off
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class Settled:
     costs: Costs | None
 
 
+@collector_put_off()
 def settle(options: EngineOptions, decoder: Decoder, device: Device, kernels: HostKernels) -> Settled:
     """Raises BadInput, and DoesNotFit where there is no room for it."""
     if device.kind == "cpu":

@@ -45,7 +45,9 @@ class _Staging:
     def __init__(self, options: StepOptions) -> None:
         self._options, self._disk = options, frozenset(options.disk)
         self._next: Counter[tuple[Place, int]] = Counter()
-        self._holds: dict[Buffer, Buffer] = {}  # what is staged, as the disk has it or newer
+        self._holds: dict[Buffer, Buffer] = {}  # what was last staged in a place
+        # By ring and what is staged: where it last was, as the disk has it or newer.
+        self._stages: dict[Place, dict[Buffer, Buffer]] = {place: {} for place in STAGING}
 
     def around(self, op: Op) -> Iterator[Op]:
         """The op, with its reads before and its writes behind it."""
@@ -60,7 +62,7 @@ class _Staging:
             places = {a.buffer: self._place(op, a.buffer) for a in on_disk}
             if reads:
                 yield self._moved(op, reads, places, inward=True)
-        accesses = (a._replace(buffer=places.get(a.buffer, a.buffer)) for a in op.accesses)
+        accesses = (Access(a.role, places.get(a.buffer, a.buffer), a.needs, a.leaves) for a in op.accesses)
         yield Op(op.kind, op.lane, tuple(accesses), op.unit, op.tile, op.micro)
         if writes:
             self._forget(places)
@@ -85,23 +87,26 @@ class _Staging:
     def _take(self, place: Place, which: int, buffer: Buffer) -> Buffer:
         position = self._next[place, which] % self._options.disk_ring
         self._next[place, which] += 1
-        taken = Buffer(place, (which, position))
-        self._holds[taken] = buffer
+        taken, staged = Buffer(place, (which, position)), self._stages[place]
+        before = self._holds.get(taken)
+        if before is not None and staged.get(before) == taken:
+            del staged[before]
+        self._holds[taken], staged[buffer] = buffer, taken
         return taken
 
     def _still_there(self, op: Op, on_disk: list[Access]) -> dict[Buffer, Buffer] | None:
         """The places of what an op needs, if all of it was staged for an op of its kind and is not overwritten yet."""
-        mine = self._ring(op)
-        held = {b: stage for stage, b in self._holds.items() if stage.place is mine}
-        if any(a.needs is None or a.buffer not in held for a in on_disk):
+        staged = self._stages[self._ring(op)]
+        if any(a.needs is None or a.buffer not in staged for a in on_disk):
             return None
-        return {a.buffer: held[a.buffer] for a in on_disk}
+        return {a.buffer: staged[a.buffer] for a in on_disk}
 
     def _forget(self, written: dict[Buffer, Buffer]) -> None:
         """Other stagings of what is written are old."""
-        old = [s for s, buffer in self._holds.items() if buffer in written and s != written[buffer]]
-        for stage in old:
-            del self._holds[stage]
+        for staged in self._stages.values():
+            for buffer, place in written.items():
+                if buffer in staged and staged[buffer] != place:
+                    del staged[buffer]
 
     def _moved(self, op: Op, accesses: list[Access], places: dict[Buffer, Buffer], *, inward: bool) -> Op:
         kind, lane = _mover(op, inward=inward)

@@ -86,7 +86,9 @@ class Program:
 
     def planes(self, unit: int, tile: int) -> tuple[Access, ...]:
         """Accesses of whoever reads a tile's weights."""
-        return self.state(unit, tile, 0)[: 2 if self.options.fp32_compute else 1]
+        places = STATE[: 2 if self.options.fp32_compute else 1]
+        index = (unit, tile)
+        return tuple(Access(str(p), Buffer(p, index), (str(p), unit, tile, 0), None) for p in places)
 
     # the walk up
 

@@ -6,6 +6,7 @@ import json
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from slideformer.schedule.ops import DISK_LANES, LaneName, Op, OpKind, Plan
 
@@ -68,8 +69,7 @@ LEGEND = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One op on the clock. run: which of the joined runs. Times in seconds from the start of the first run."""
 
     op: Op
@@ -193,12 +193,13 @@ def simulate(plan: Plan, cost_s: Callable[[Op], float], *, runs: int = 1) -> Tim
     ends: list[list[float]] = []
     free = dict.fromkeys(LaneName, 0.0)
     spans = []
+    costs = [cost_s(op) for op in plan.ops]
     for run in range(runs):
         ends.append([])
-        for op, waits in zip(plan.ops, plan.waits, strict=True):
+        for op, waits, seconds in zip(plan.ops, plan.waits, costs, strict=True):
             ready = [ends[run - w.age][w.index] for w in waits if run - w.age >= 0]
             start = max([free[op.lane], *ready])
-            end = start + cost_s(op)
+            end = start + seconds
             free[op.lane] = end
             ends[run].append(end)
             spans.append(Span(op, run, start, end))

@@ -17,6 +17,7 @@ from slideformer.engine.settle import with_disk
 from slideformer.memory import Budget, size
 from slideformer.model.decoder import Decoder
 from slideformer.schedule import Timeline, build_step, prove, simulate
+from slideformer.schedule.collector import collector_put_off
 from slideformer.train.setup import build_decoder, engine_options
 from slideformer.train.verdict import verdict
 
@@ -61,6 +62,7 @@ class RunPlan:
             dtype=decoder.dtype,
             device_kind=self.device_kind,
             costs=self.costs,
+            found=self.budget,
             elsewhere=elsewhere and self.options.max_host_memory is not None,
         )
 
@@ -186,6 +188,7 @@ class RunPlan:
         return min(self.config.window, len(set(layout.blocks) - set(resident)))
 
 
+@collector_put_off()
 def plan_run(
     config: TrainConfig,
     *,
