@@ -98,7 +98,7 @@ def test_prompts_may_come_from_a_file(config_for, tmp_path) -> None:
     ("fields", "text"),
     [
         ({"generate_prompts": ["x" * 60]}, r"prompt 1 of generate_prompts has \d+ tokens, and max_length is 48"),
-        ({"generate_prompts": "nowhere.txt"}, "the data file nowhere.txt does not exist"),
+        ({"generate_prompts": "nowhere.txt"}, "there is no file nowhere.txt: give one with a prompt a line, or a list"),
     ],
 )
 def test_prompts_that_cannot_be_are_refused_before_anything_is_loaded(config_for, fields, text) -> None:

@@ -32,6 +32,10 @@ SHOWN = 300  # characters of a sample on the console; all of it is in the file
 def sample_prompts(config: TrainConfig, codec: Codec) -> list[Prompt]:
     """The prompts of generate_prompts. Raises BadInput: a file that cannot be read, or one too long for training."""
     given = config.generate_prompts
+    if isinstance(given, str) and not Path(given).is_file():
+        raise BadInput(
+            f"generate_prompts: there is no file {given}: give one with a prompt a line, or a list of prompts"
+        )
     words: list[Words] = list(read_prompts(Path(given)) if isinstance(given, str) else given)
     prompts = encode_prompts(words, codec)
     for number, prompt in enumerate(prompts, 1):
