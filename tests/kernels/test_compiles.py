@@ -10,12 +10,14 @@ import pkgutil
 import re
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import slideformer.kernels
+from slideformer.kernels import rms_norm
 
 AMD = [GPUTarget("hip", "gfx942", 64), GPUTarget("hip", "gfx1100", 32)]
 H200 = GPUTarget("cuda", 90, 32)
@@ -76,8 +78,8 @@ def kernel_of(name: str) -> JITFunction:
     return getattr(importlib.import_module(f"slideformer.kernels.{module}"), function)
 
 
-def compiled(name: str, target: GPUTarget, enable_fp_fusion: bool = True):
-    kernel, given = kernel_of(name), KERNELS[name]
+def compiled(name: str, target: GPUTarget, *, enable_fp_fusion: bool = True, given=None, num_warps: int = 8):
+    kernel, given = kernel_of(name), given or KERNELS[name]
     signature, constants = {}, {}
     for index, argument in enumerate(kernel.arg_names):
         value = given.get(argument, "*fp32" if argument.endswith("_ptr") else "fp32")
@@ -85,7 +87,7 @@ def compiled(name: str, target: GPUTarget, enable_fp_fusion: bool = True):
             signature[argument], constants[(index,)] = "constexpr", given[argument]
         else:
             signature[argument] = value
-    options = {"num_warps": 8, "enable_fp_fusion": enable_fp_fusion}
+    options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
     return triton.compile(ASTSource(kernel, signature, constants), target=target, options=options)
 
 
@@ -93,6 +95,38 @@ def compiled(name: str, target: GPUTarget, enable_fp_fusion: bool = True):
 @pytest.mark.parametrize("name", KERNELS)
 def test_it_compiles_for_amd(name: str, target: GPUTarget):
     assert len(compiled(name, target).asm["hsaco"]) > 1000
+
+
+H200_SHARED, ADA_SHARED, AMD_SHARED = 232448, 101376, 65536
+ADA = GPUTarget("cuda", 89, 32)
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "target", "shared", "stages"),
+    [
+        (3072, "bf16", H200, H200_SHARED, 3),
+        (20_000, "bf16", H200, H200_SHARED, 2),
+        (20_000, "fp32", H200, H200_SHARED, 1),
+        (4096, "fp32", H200, H200_SHARED, 3),
+        (3072, "bf16", ADA, ADA_SHARED, 3),
+        (4097, "fp32", ADA, ADA_SHARED, 2),
+        (128, "fp32", AMD[0], AMD_SHARED, 2),
+        (8192, "bf16", AMD[0], AMD_SHARED, 1),
+    ],
+)
+def test_rows_under_way_have_room_in_shared_memory(monkeypatch, columns, dtype, target, shared, stages):
+    """Of the norm's backward with the residual, which reads three tensors."""
+    monkeypatch.setattr(rms_norm, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(rms_norm, "shared_nbytes", lambda device: shared)
+    rms_norm._shape.cache_clear()
+    nbytes = 3 * {"bf16": 2, "fp32": 4}[dtype]
+    _, sizes = rms_norm._shape(4096, columns, rms_norm.BACKWARD, torch.device("cpu"), nbytes)
+    rms_norm._shape.cache_clear()
+    num_warps = sizes.pop("num_warps")
+    assert sizes["STAGES"] == stages
+    given = {key: f"*{dtype}" if value == "*bf16" else value for key, value in KERNELS["rms_norm._backward"].items()}
+    done = compiled("rms_norm._backward", target, given=given | sizes, num_warps=num_warps)
+    assert done.metadata.shared <= shared
 
 
 def test_no_kernel_is_left_out():

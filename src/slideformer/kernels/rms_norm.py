@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slideformer.kernels.multiprocessors import multiprocessors
+from slideformer.kernels.multiprocessors import multiprocessors, shared_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,8 @@ FORWARD = Launch(num_warps=4, num_stages=1, programs_per_sm=0)
 BACKWARD = Launch(num_warps=4, num_stages=3, programs_per_sm=2)
 # Warps of tiles of several rows, where backward with 4 runs out of registers, and of rows that are longer than a tile.
 SHORT_WARPS, LONG_WARPS = 8, 16
+# Bytes of shared memory for the sums of a row and what the compiler aligns.
+SHARED_MARGIN = 2048
 # Programs that add to one row of sums of the weight's gradient. Two, and no more: a sum of two numbers has the same
 # bits whichever comes first.
 PROGRAMS_PER_SUM = 2
@@ -200,17 +202,25 @@ def _add_up(sum_ptr, out_ptr, num_sums, num_columns, SUMS: tl.constexpr, COLUMNS
     tl.store(out_ptr + columns, out, mask=columns < num_columns)
 
 
+def _stages(launch: Launch, tile_nbytes: int, head: int, shared: int) -> int:
+    """As many as have room: all but one lie in shared memory, where the sums are also turned round for their store."""
+    room = shared - 4 * head - SHARED_MARGIN
+    return max(min(launch.num_stages, 1 + room // tile_nbytes), 1)
+
+
 @lru_cache(1024)  # 10 us each, where a launch takes some 20
-def _shape(num_rows: int, num_columns: int, launch: Launch, device: torch.device) -> tuple[int, dict[str, int]]:
-    """Number of programs, and the tile's sizes."""
+def _shape(
+    num_rows: int, num_columns: int, launch: Launch, device: torch.device, element_nbytes: int
+) -> tuple[int, dict[str, int]]:
+    """Number of programs, and the tile's sizes. element_nbytes: of all that is read of a column."""
     head = triton.next_power_of_2(num_columns + 1) // 2
     tail = triton.next_power_of_2(num_columns - head) if num_columns > head else 0
-    rows = max(TILE // (head + tail), 1)
+    rows = triton.next_power_of_2(max(TILE // (head + tail), 1) + 1) // 2
     tiles = triton.cdiv(num_rows, rows)
     most = launch.programs_per_sm * multiprocessors(device) or tiles
     num_warps = LONG_WARPS if head + tail > TILE else launch.num_warps if rows == 1 else SHORT_WARPS
-    sizes = {"ROWS": triton.next_power_of_2(rows + 1) // 2, "HEAD": head, "TAIL": tail}
-    return min(tiles, most), {**sizes, "STAGES": launch.num_stages, "num_warps": num_warps}
+    stages = _stages(launch, rows * (head + tail) * element_nbytes, head, shared_nbytes(device))
+    return min(tiles, most), {"ROWS": rows, "HEAD": head, "TAIL": tail, "STAGES": stages, "num_warps": num_warps}
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -223,7 +233,7 @@ class _RmsNorm(torch.autograd.Function):
         out = torch.empty_like(x)
         rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
         total = x if add is None else torch.empty_like(x)
-        num_programs, sizes = _shape(num_rows, num_columns, FORWARD, x.device)
+        num_programs, sizes = _shape(num_rows, num_columns, FORWARD, x.device, x.itemsize)
         _forward[(num_programs,)](
             x,
             x if add is None else add.contiguous(),
@@ -252,7 +262,8 @@ class _RmsNorm(torch.autograd.Function):
         num_rows, num_columns = rstd.numel(), x.shape[-1]
         grad = torch.zeros_like(x) if grad is None else grad.contiguous()
         x_grad = grad if ctx.overwrite_grad else torch.empty_like(x)
-        num_programs, sizes = _shape(num_rows, num_columns, BACKWARD, x.device)
+        element_nbytes = x.itemsize * (2 if total_grad is None else 3)
+        num_programs, sizes = _shape(num_rows, num_columns, BACKWARD, x.device, element_nbytes)
         wants_weight = ctx.needs_input_grad[2]
         num_sums = triton.cdiv(num_programs, PROGRAMS_PER_SUM) if wants_weight else 0
         sums = torch.zeros(num_sums, num_columns, dtype=torch.float32, device=x.device)
