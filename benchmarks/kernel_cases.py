@@ -277,7 +277,7 @@ def block(inputs: Inputs) -> Op:
     hidden, grad = (inputs.randn(inputs.batch, inputs.seq, config.hidden_size) for _ in range(2))
     flat: Tensor | None = None
     family = import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
-    own = family.apply_rotary_pos_emb
+    own = dict(vars(family))
     for name, more in kinds.items():
         decoder = Decoder(config, dtype=inputs.dtype, tile_numel=1 << 24, device=inputs.device, **more)
         unit = decoder.layout.blocks[0]
@@ -287,9 +287,9 @@ def block(inputs: Inputs) -> Op:
             attention = inputs.batch * config.num_attention_heads * config.head_dim * inputs.seq**2
             op.flops = 6 * products + 2 * products + 6 * attention + 2 * attention  # the rerun counted, causal half
         op.impls[name] = _block_call(decoder, flat, hidden, grad, compiled="compile" in name)
-        if name == "liger":  # which changes the family's function for the whole process
+        if name == "liger":  # which changes the family's function and classes for the whole process
             op.impls[name] = partial(_with_rotary, family, family.apply_rotary_pos_emb, op.impls[name])
-            family.apply_rotary_pos_emb = own
+            vars(family).update(own)
     return op
 
 
