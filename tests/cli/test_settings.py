@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slideformer.cli.config_file import load_config
-from slideformer.cli.names import ALIASES, CONVERTED, NOT_YET
+from slideformer.cli.names import ALIASES, CONVERTED
 from slideformer.config import TrainConfig
 from slideformer.errors import BadInput
 
@@ -42,7 +42,8 @@ def complaint(load, tmp_path: Path) -> Callable[..., str]:
     [
         ("lerning_rate: 1e-5", "3: unknown key lerning_rate: did you mean learning_rate?"),
         ("learning_rate: fast", "3: learning_rate: found 'fast', should be a valid number"),
-        ("num_workers: 2", "3: num_workers is not available in this version: leave it out"),
+        ("num_workers: -1", "3: dataloader_num_workers: found -1, should be greater than or equal to 0"),
+        ("num_workers: some", "3: dataloader_num_workers: found 'some', should be a valid integer"),
         ("output_dir:", "3: output_dir: found nothing, should be a valid string"),
         ("packing: maybe", "3: packing: found 'maybe', should be a valid boolean"),
         ("dataset_num_proc: 0", "3: dataset_num_proc: found 0, should be greater than or equal to 1"),
@@ -100,6 +101,17 @@ def test_an_alias_is_taken_with_one_notice(load, tmp_path) -> None:
     assert notice.replace(f"{tmp_path}/", "") == "train.yaml:3: evaluation_strategy is taken as eval_strategy"
 
 
+@pytest.mark.parametrize("key", ["dataloader_num_workers", "num_workers"])
+def test_workers_of_a_loader_are_taken_with_one_notice_that_they_have_no_effect(load, tmp_path, key) -> None:
+    resolved = load(HEAD + f"{key}: 4\n")
+    assert resolved.config.dataloader_num_workers == 4
+    assert [notice.replace(f"{tmp_path}/", "") for notice in resolved.notices] == [
+        f"train.yaml:3: {key} has no effect: batches are cut from encoded rows inside the run, and what encodes in "
+        "parallel is dataset_num_proc"
+    ]
+    assert load(HEAD + "dataloader_num_workers: 0\n").notices == ()
+
+
 @pytest.mark.parametrize(("written", "count"), [("0", 1), ("-1", 0), ("null", 0), ("5", 0), ("'0'", 1)])
 def test_no_steps_is_told_to_be_no_limit(load, tmp_path, written, count) -> None:
     notices = load(HEAD + f"num_train_epochs: 2\nmax_steps: {written}\n").notices
@@ -132,7 +144,7 @@ def test_aliases_carry_their_meaning(load, line, key, value) -> None:
 
 
 def test_every_alias_leads_to_a_key_and_is_none_itself() -> None:
-    assert set(ALIASES.values()) <= TrainConfig.model_fields.keys() | NOT_YET
+    assert set(ALIASES.values()) <= TrainConfig.model_fields.keys()
     assert not ALIASES.keys() & TrainConfig.model_fields.keys()
     assert CONVERTED.keys() <= ALIASES.keys()
 

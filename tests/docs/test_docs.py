@@ -147,9 +147,15 @@ TRIGGERS: dict[str, list[str]] = {  # heading of troubleshooting.md -> words tha
     "has checkpoints of an earlier run": SAVING,
     "cannot be continued with this config": [*SAVING, "resume=auto", "learning_rate=1"],
     "gets nothing more of this run": ["report_to=tensorboard"],
+    "batches are cut from encoded rows inside the run": ["num_workers=4"],
 }
 AFTER_A_RUN = ("has checkpoints of an earlier run", "cannot be continued with this config")
-CODES = {"this run needs": 3, "Look at these rows, lower learning_rate": 1, "gets nothing more of this run": 0}
+CODES = {
+    "this run needs": 3,
+    "Look at these rows, lower learning_rate": 1,
+    "gets nothing more of this run": 0,
+    "batches are cut from encoded rows inside the run": 0,
+}
 ELSEWHERE = {  # tried where they are made
     "an answer without an end token": "data/encode.py",
     "another process is writing to": "train/output.py",

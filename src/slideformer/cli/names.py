@@ -56,7 +56,11 @@ CONVERTED: dict[str, Callable[[object], object]] = {
     "ac_offload_nvme": _nvme,
 }
 REQUIRED = ("model_name_or_path", "dataset")
-NOT_YET = frozenset(("num_workers", "dataloader_num_workers"))
+WITHOUT_EFFECT = {
+    "dataloader_num_workers": "has no effect: batches are cut from encoded rows inside the run, and what encodes in "
+    "parallel is dataset_num_proc",
+}
+"""Settings of other tools whose configs are taken as they are -> what there is to say when they ask for something."""
 
 
 def resolve(*sources: Sequence[Setting]) -> Resolved:
@@ -77,7 +81,9 @@ def resolve(*sources: Sequence[Setting]) -> Resolved:
                 twice = f"{name} is given twice" if same else f"{first.key} and {setting.key} are both {name}"
                 raise BadInput(f"{setting.where}: {twice} (also at {first.where}): keep one")
             given[name] = setting
-            if name != setting.key:
+            if name in WITHOUT_EFFECT and setting.value not in (0, "0"):
+                notices.append(f"{setting.where}: {setting.key} {WITHOUT_EFFECT[name]}")
+            elif name != setting.key:
                 negated = " (the opposite)" if CONVERTED.get(setting.key) is _not else ""
                 notices.append(f"{setting.where}: {setting.key} is taken as {name}{negated}")
         settings |= given
@@ -103,8 +109,6 @@ def _canonical(setting: Setting) -> str:
         return ALIASES[setting.key]
     if setting.key in NEVER:
         raise BadInput(f"{setting.where}: {setting.key}: {NEVER[setting.key]}")
-    if ALIASES.get(setting.key, setting.key) in NOT_YET:
-        raise BadInput(f"{setting.where}: {setting.key} is not available in this version: leave it out")
     raise BadInput(f"{setting.where}: {unknown(setting.key, TrainConfig.model_fields, ALIASES)}")
 
 

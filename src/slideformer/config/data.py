@@ -93,6 +93,7 @@ class DataSettings(Settings):
     streaming: bool = False  # rows are read and encoded as they are needed; needs max_steps
     shuffle_buffer_size: int = Field(1000, ge=1)  # samples that are shuffled, and packed, at a time when streaming
     dataset_num_proc: int | None = Field(None, ge=1)  # processes that encode rows; null: this one
+    dataloader_num_workers: int = Field(0, ge=0)  # taken, as other tools' configs have it, and without effect
     dataset_cache_dir: str | None = "auto"  # encoded rows are kept there; auto: ~/.cache/slideformer; null: nowhere
     strict: bool = False  # a row that cannot be used is an error, instead of counted and left out
 

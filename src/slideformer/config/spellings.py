@@ -25,6 +25,7 @@ ALIASES: dict[str, str] = {
     "packed": "packing",
     "preprocessing_num_workers": "dataset_num_proc",
     "num_proc": "dataset_num_proc",
+    "num_workers": "dataloader_num_workers",
     "max_train_samples": "max_samples",
     "buffer_size": "shuffle_buffer_size",
     "tokenized_path": "dataset_cache_dir",
