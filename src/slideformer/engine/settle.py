@@ -60,13 +60,20 @@ def _streamed(options: EngineOptions, decoder: Decoder) -> EngineOptions:
         log.warning("max_gpu_memory limits a GPU; on the CPU max_host_memory limits everything")
     return replace(
         options,
-        saved_on_device=None if options.saved_on_device == "auto" else options.saved_on_device,
+        saved_on_device=saved_beside(options),
         resident=options.step_options(decoder.layout, decoder.dtype).resident,
         keep=() if options.keep == "auto" else options.keep,
         ahead=() if options.ahead == "auto" else options.ahead,
         late=() if options.late == "auto" else options.late,
         sliced_head=options.sliced_head is True,
     )
+
+
+def saved_beside(options: EngineOptions) -> int | None:
+    """How many saved inputs stay on a device whose memory is the host's: all, unless some are to go to disk."""
+    if options.saved_on_device != "auto":
+        return options.saved_on_device
+    return 0 if options.offload is not None and options.offload.saved else None
 
 
 def with_disk(

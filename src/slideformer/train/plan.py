@@ -13,7 +13,7 @@ from slideformer.engine import EngineOptions, budget_of, require_fit
 from slideformer.engine.costs import ASSUMED, Costs, Rates, assumed, cost_of, disk_traffic, largest_block_numel
 from slideformer.engine.fit import host_room
 from slideformer.engine.placement import Room, place, placed
-from slideformer.engine.settle import with_disk
+from slideformer.engine.settle import saved_beside, with_disk
 from slideformer.memory import Budget, size
 from slideformer.model.decoder import Decoder
 from slideformer.schedule import Timeline, build_step, prove, simulate
@@ -231,7 +231,7 @@ def _settled(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str) 
 def _placed(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str) -> EngineOptions:
     ahead = () if options.ahead == "auto" else options.ahead
     if kind == "cpu" or options.max_gpu_memory is None:
-        saved = None if options.saved_on_device == "auto" else options.saved_on_device
+        saved = saved_beside(options)
         resident = options.step_options(decoder.layout, decoder.dtype).resident
         keep = () if options.keep == "auto" else options.keep
         return replace(options, saved_on_device=saved, resident=resident, keep=keep, ahead=ahead, late=())

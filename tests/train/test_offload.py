@@ -1,0 +1,137 @@
+"""A run whose state and saved inputs lie on disk is the same run, to the bit: metrics, model, checkpoints."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from slideformer.errors import BadInput, RunFailed
+from slideformer.memory import DiskFolder
+from slideformer.train import trainer
+from slideformer.train.console import PlainConsole
+from slideformer.train.only import dry_run
+from slideformer.train.plan import plan_run
+from slideformer.train.trainer import train
+from train.toy import write_sums
+
+TIMES = ("tokens_per_second", "step_time", "eta_seconds", "host_mem_gib", "pinned_gib", "tflops", "mfu", "eval_runtime")
+NVME = {"offload_optimizer": "nvme", "offload_weights": "nvme", "offload_activations": "nvme"}
+HALF = {"offload_optimizer": 0.5, "offload_weights": 0.5, "offload_activations": 0.5}
+RUN = {"max_steps": 4, "logging_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+
+
+@pytest.fixture(autouse=True)
+def _no_parity_check(monkeypatch) -> None:
+    """Half the time of a run this short; tests/model has it."""
+    monkeypatch.setattr(trainer, "check_parity", lambda *args, **settings: None)
+
+
+def run(config) -> str:
+    out = io.StringIO()
+    train(config, PlainConsole(out))
+    return out.getvalue()
+
+
+def lines_of(config) -> list[dict]:
+    return [json.loads(line) for line in Path(config.output_dir, "metrics.jsonl").read_text().splitlines()]
+
+
+def metrics_of(config) -> list[dict]:
+    """All that does not depend on the clock, the machine, or where things lie."""
+    clocks = ("busy_", "nvme_")
+    return [{k: v for k, v in line.items() if k not in TIMES and not k.startswith(clocks)} for line in lines_of(config)]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+@pytest.mark.parametrize("program", [{}, {"max_grad_norm": 0}], ids=["deferred", "eager"])
+@pytest.mark.parametrize("where", [NVME, HALF, {"max_host_memory": "2.5MiB"}], ids=["nvme", "half", "auto"])
+def test_metrics_evaluations_samples_and_the_model_are_those_of_a_run_in_memory(
+    config_for, tmp_path, where, program
+) -> None:
+    held_out = write_sums(tmp_path / "held-out.jsonl", 5, seed=7)
+    beside = {"eval_dataset": str(held_out), "eval_steps": 2, "generate_steps": 2, "generate_prompts": ["1+1"]}
+    every = {**RUN, **beside, **program, "generate_max_new_tokens": 3, "save_steps": 2}
+    memory = config_for(output_dir=str(tmp_path / "memory"), **every)
+    disk = config_for(output_dir=str(tmp_path / "disk"), offload_dir=str(tmp_path / "tier"), **every, **where)
+    run(memory)
+    run(disk)
+    assert metrics_of(disk) == metrics_of(memory) and len(metrics_of(disk)) >= 6
+    for step in (2, 4):
+        assert files_of(tmp_path / "disk" / f"checkpoint-{step}") == files_of(
+            tmp_path / "memory" / f"checkpoint-{step}"
+        )
+    assert files_of(tmp_path / "disk") == files_of(tmp_path / "memory") != {}
+    samples = [(tmp_path / where / "generations.jsonl").read_text() for where in ("disk", "memory")]
+    assert samples[0] == samples[1] != ""
+    logged = [line for line in lines_of(disk) if "step_time" in line]
+    for key, most in (("nvme_read_gbps", 100), ("nvme_write_gbps", 100), ("busy_disk_pct", 100.1)):
+        found = [line[key] for line in logged]  # a deferred step is told of before its updates are done
+        assert min(found) >= 0 and 0 < found[-1] <= most, key
+    assert not any("nvme_read_gbps" in line for line in lines_of(memory))
+    assert not (tmp_path / "tier").exists()
+
+
+@pytest.mark.parametrize(("before", "after"), [({}, NVME), (NVME, {}), (HALF, NVME)], ids=["onto", "off", "more"])
+def test_a_run_goes_on_wherever_its_state_lies_now(config_for, tmp_path, before, after) -> None:
+    def config(output: str, **fields: object):
+        on_disk = {"offload_dir": str(tmp_path / "tier")} if "offload_weights" in fields else {}
+        return config_for(output_dir=str(tmp_path / output), save_steps=2, **{**RUN, **on_disk, **fields})
+
+    whole = config("whole")
+    run(whole)
+    run(config("moved", max_steps=2, lr_scheduler_type="constant", **before))
+    run(config("straight", lr_scheduler_type="constant"))
+    run(config("moved", resume_from_checkpoint="auto", lr_scheduler_type="constant", **after))
+    assert files_of(tmp_path / "moved" / "checkpoint-4") == files_of(tmp_path / "straight" / "checkpoint-4") != {}
+
+
+def test_a_run_that_would_pass_max_disk_writes_stops_with_a_checkpoint_and_goes_on_with_a_larger_limit(
+    config_for, tmp_path
+) -> None:
+    every = {**RUN, **NVME, "offload_dir": str(tmp_path / "tier"), "save_steps": 100}
+    a_step = plan_run(config_for(**every)).traffic[1]
+    with pytest.raises(RunFailed) as told:
+        run(config_for(**every, max_disk_writes=4 * a_step))
+    assert str(told.value).startswith(("after step 2 of 4: ", "after step 3 of 4: "))
+    assert "were written to offload_dir, and further steps would pass max_disk_writes (" in str(told.value)
+    (saved,) = (tmp_path / "out").glob("checkpoint-*")
+    assert f"after step {saved.name.removeprefix('checkpoint-')} " in str(told.value)
+    assert not (tmp_path / "tier").exists()
+    run(config_for(**every, resume_from_checkpoint="auto"))
+    whole = config_for(output_dir=str(tmp_path / "whole"), **RUN)
+    run(whole)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_plan_and_dry_run_say_what_lies_on_disk_and_what_a_step_moves(config_for, tmp_path) -> None:
+    config = config_for(**RUN, **NVME, offload_dir=str(tmp_path / "tier"), disk_tbw=1e-3)
+    found = plan_run(config)
+    text = found.text()
+    assert {"first moments", "second moments", "residuals", "weights", "saved inputs"} <= set(found.budget.disk)
+    assert "\ndisk  " in text and "a step reads" in text and "of the 0.001 TB that the disk is rated for" in text
+    assert found.as_dict()["disk_writes"] == 4 * found.traffic[1] > 0
+    assert dry_run(config, PlainConsole(io.StringIO())).plan.text() == text
+    assert not (tmp_path / "tier").exists()
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 1])
+def test_a_share_of_the_saved_inputs_goes_to_disk_on_the_cpu_too(config_for, tmp_path, share) -> None:
+    every = {**RUN, "gradient_accumulation_steps": 8, "offload_dir": str(tmp_path / "tier")}
+    found = plan_run(config_for(**every, offload_activations=share))
+    saved_nbytes = 4096 + 2 * 48 * 64 * 4  # with its header
+    num_saved = 4 * 8  # blocks and micro-batches; those that come back soonest are still in the ring of 4
+    on_disk = found.budget.disk.get("saved inputs", 0) / saved_nbytes
+    assert share * num_saved - 5 <= on_disk <= share * num_saved + 1
+
+
+def test_a_folder_that_another_run_uses_is_refused_before_anything_is_written(config_for, tmp_path) -> None:
+    with DiskFolder(tmp_path / "tier"):
+        with pytest.raises(BadInput, match="tier is used by a run that is at work"):
+            run(config_for(**RUN, **NVME, offload_dir=str(tmp_path / "tier")))
+        assert [path.name for path in (tmp_path / "tier").iterdir()] == ["slideformer.lock"]
