@@ -41,6 +41,17 @@ def test_show_prints_every_key_resolved_and_can_be_read_back(slideformer, yaml_f
     assert again.stderr == ""
 
 
+def test_a_limit_below_a_mebibyte_reaches_the_run(slideformer, yaml_for, tmp_path) -> None:
+    """A Trainer checks its config again, with the sizes as numbers."""
+    done = slideformer("train", yaml_for(max_host_memory="200KiB"))
+    assert done.returncode == 3
+    assert "this run needs" in done.stderr
+    assert "200.0 KiB of max_host_memory" in done.stderr
+    done = slideformer("train", yaml_for(max_gpu_memory="200KiB", max_steps=1))  # which a CPU has no use for
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out/run.json").read_text())["config"]["max_gpu_memory"] == "204800B"
+
+
 @pytest.mark.parametrize("command", ["show", "validate"])
 def test_a_wrong_key_is_told_with_file_and_line(slideformer, yaml_for, command) -> None:
     done = slideformer("config", command, yaml_for(lerning_rate=1), "--json")
@@ -53,3 +64,5 @@ def test_schema_knows_every_key(slideformer) -> None:
     schema = json.loads(slideformer("config", "schema").stdout)
     assert set(schema["properties"]) == set(TrainConfig.model_fields)
     assert schema["additionalProperties"] is False
+    sizes = [schema["properties"][key]["anyOf"] for key in ("max_gpu_memory", "max_host_memory", "max_disk_writes")]
+    assert [[kind["type"] for kind in size] for size in sizes] == 3 * [["integer", "string", "null"]]

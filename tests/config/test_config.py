@@ -75,6 +75,14 @@ def test_values_as_people_write_them(key, written, means) -> None:
     assert getattr(make(**{key: written}), key) == means
 
 
+@pytest.mark.parametrize("size", ["1B", "200KiB", "1023.9KiB", "1MiB", "24GiB"])
+def test_a_size_that_was_read_is_written_so_that_it_can_be_read_again(size) -> None:
+    config = make(max_gpu_memory=size, max_host_memory=size, max_disk_writes=size, offload_dir="disk")
+    assert isinstance(config.max_gpu_memory, int)
+    assert TrainConfig(**config.model_dump(mode="json")) == config
+    assert TrainConfig(**config.model_dump()) == config
+
+
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from slideformer.config.values import Settings, as_nbytes
+from slideformer.config.values import Nbytes, Settings
 
 Share = Annotated[float, Field(ge=0, le=1)]  # of the bytes that would lie on the host
 
@@ -21,12 +21,7 @@ class DiskSettings(Settings):
     offload_dir: str | None = None  # a folder on the disk; what is put there is removed at the end
     keep_offload_dir: bool = False  # leave it there
     disk_tbw: float | None = Field(None, gt=0)  # terabytes that the disk may be written by its maker's word
-    max_disk_writes: int | None = Field(None, ge=1)  # bytes that this run may write to the disk tier; then it stops
-
-    @field_validator("max_disk_writes", mode="before")
-    @classmethod
-    def _size_of_writes(cls, value: object) -> object:
-        return as_nbytes(value)
+    max_disk_writes: Nbytes | None = None  # bytes that this run may write to the disk tier; then it stops
 
     @property
     def optimizer_on_disk(self) -> float | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from slideformer.config.values import Settings, as_nbytes
+from slideformer.config.values import Nbytes, Settings
 
 
 class MachineSettings(Settings):
@@ -20,12 +20,7 @@ class MachineSettings(Settings):
     ring: int = Field(4, ge=2)  # staging buffers of one tile
     update_ahead: Literal["auto", "none"] = "auto"  # second copies of some state, where clipping would cost time
     placement: Literal["auto", "stream", "resident"] = "auto"  # auto: on a GPU what has room there and is fastest
-    max_gpu_memory: int | None = Field(None, ge=1)
-    max_host_memory: int | None = Field(None, ge=1)
+    max_gpu_memory: Nbytes | None = None
+    max_host_memory: Nbytes | None = None
     ignore_memory_limits: bool = False  # warn instead of ending where a limit will be exceeded
     cpu_threads: int | None = Field(None, ge=1)
-
-    @field_validator("max_gpu_memory", "max_host_memory", mode="before")
-    @classmethod
-    def _size(cls, value: object) -> object:
-        return as_nbytes(value)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import get_args
+from typing import Annotated, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationInfo, field_validator
 
 SIZE_UNITS = {
+    "B": 1,
     "KIB": 2**10,
     "MIB": 2**20,
     "GIB": 2**30,
@@ -59,11 +60,25 @@ def as_nbytes(value: object) -> object:
     """Bytes of "24GiB" or of a number of bytes; None stays. Raises ValueError."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= MIN_SIZE_NBYTES):
         return value
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i?B)\s*", str(value), re.IGNORECASE)
+    match = re.fullmatch(r"\s*([0-9.]+)\s*((?:[KMGT]i?)?B)\s*", str(value), re.IGNORECASE)
     number = as_number(match[1]) if match else None
     if match is None or number is None:
         raise ValueError(f"found {value!r}, which is no size: write 24GiB (or MiB, GB, MB)")
     return int(number * SIZE_UNITS[match[2].upper()])
+
+
+def as_size(nbytes: int) -> int | str:
+    """What `as_nbytes` reads as these bytes."""
+    return nbytes if nbytes >= MIN_SIZE_NBYTES else f"{nbytes}B"
+
+
+Nbytes = Annotated[
+    int,
+    Field(ge=1),
+    BeforeValidator(as_nbytes, json_schema_input_type=Annotated[int, Field(ge=1)] | str),
+    PlainSerializer(as_size),
+]
+"""A setting that is a size: bytes once it is read, and written so that it can be read again."""
 
 
 def as_number(text: str) -> float | None:
