@@ -246,7 +246,8 @@ def test_an_unknown_command_or_device_ends_with_2(slideformer) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["train", "--help"], ["plan", "--help"], ["train", "lerning_rate=1"], ["trian"]]
+    "words",
+    [["--help"], ["train", "--help"], ["plan", "--help"], ["bench", "--help"], ["train", "lerning_rate=1"], ["trian"]],
 )
 def test_help_and_argument_errors_answer_within_half_a_second_and_without_torch(tmp_path, words) -> None:
     code = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from slideformer.cli.bench import bench
 from slideformer.cli.config import config_app, show, validate
 from slideformer.cli.doctor import doctor
 from slideformer.cli.evaluate import evaluate
@@ -27,6 +28,7 @@ app = typer.Typer(
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command(context_settings=SETTINGS)(train)
 app.command(context_settings=SETTINGS)(plan)
+app.command(context_settings=SETTINGS)(bench)
 app.command(context_settings=SETTINGS)(preview)
 app.command()(doctor)
 app.command(context_settings=SETTINGS)(evaluate)

@@ -25,13 +25,19 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show where in the program 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def read_config(settings: Sequence[str] | None, extra: Sequence[str]) -> TrainConfig:
-    """The config of a command's arguments; says what about their spelling is worth knowing. Raises BadInput."""
+def read_config(
+    settings: Sequence[str] | None, extra: Sequence[str], required: Sequence[str] | None = None
+) -> TrainConfig:
+    """The config of a command's arguments; says what about their spelling is worth knowing. Raises BadInput.
+
+    required: keys that must be there; None: those that training needs.
+    """
     from slideformer.cli.config_file import load_config  # pydantic takes longer to import than --help to answer
 
     words = [*(settings or ()), *extra]
     is_file = bool(words) and not words[0].startswith("-") and "=" not in words[0]
-    resolved = load_config(Path(words[0]) if is_file else None, words[1:] if is_file else words)
+    path, overrides = (Path(words[0]), words[1:]) if is_file else (None, words)
+    resolved = load_config(path, overrides, required)
     for notice in resolved.notices:
         say(f"note: {notice}")
     return resolved.config

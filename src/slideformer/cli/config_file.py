@@ -13,13 +13,15 @@ from slideformer.errors import BadInput
 COMMAND_LINE = "command line"
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Resolved:
+def load_config(path: Path | None, overrides: Sequence[str] = (), required: Sequence[str] | None = None) -> Resolved:
     """The config of a YAML file, changed by `key=value`, `--key value`, `--key=value` or `--key` (for true).
+
+    required: as for `resolve`.
 
     Raises BadInput for a file that is missing or is no YAML mapping, and for all that `resolve` refuses.
     """
     file = read_file(path) if path is not None else []
-    return resolve(file, read_overrides(overrides))
+    return resolve(file, read_overrides(overrides), required=required)
 
 
 def read_file(path: Path) -> list[Setting]:

@@ -55,6 +55,26 @@ def told_in_one_sentence(*, debug: bool, as_json: bool = False) -> Iterator[None
 
 
 @contextmanager
+def ended_by_signals(*, as_json: bool) -> Iterator[None]:
+    """Turn the end of work that a signal has asked for into a sentence, an object with as_json, and 128 + its number.
+
+    Imports torch.
+    """
+    from slideformer.train.stop import Stopped
+
+    try:
+        yield
+    except Stopped as stopped:
+        code = 128 + stopped.signum
+        say(str(stopped))
+        if as_json:
+            print(json.dumps({"status": "stopped", "error": str(stopped), "exit_code": code}))
+        if stopped.at_once:
+            leave(code)
+        raise typer.Exit(code) from None
+
+
+@contextmanager
 def watched_output() -> Iterator[None]:
     """Standard output whose failure ends a command, and not with a traceback: with a sentence, or without a word where
     the reader has gone, as `| head` does."""

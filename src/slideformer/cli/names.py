@@ -63,8 +63,8 @@ WITHOUT_EFFECT = {
 """Settings of other tools whose configs are taken as they are -> what there is to say when they ask for something."""
 
 
-def resolve(*sources: Sequence[Setting]) -> Resolved:
-    """The config of these settings; a later source wins over an earlier one.
+def resolve(*sources: Sequence[Setting], required: Sequence[str] | None = None) -> Resolved:
+    """The config of these settings; a later source wins over an earlier one. required: None is REQUIRED.
 
     Raises BadInput, naming the place: a key that is not known (with the nearest known one), a key given twice in one
     source under any spelling, a required key that is missing, a value that its key does not take, a broken rule.
@@ -93,7 +93,7 @@ def resolve(*sources: Sequence[Setting]) -> Resolved:
     except WrongSettings as wrong:
         named = [settings[key].where for key in wrong.keys if key in settings]
         raise BadInput(f"{named[0]}: {wrong}" if named else str(wrong)) from None
-    for name in REQUIRED:
+    for name in REQUIRED if required is None else required:
         if not getattr(config, name):
             raise BadInput(_missing(name, settings, sources))
     if "max_steps" in values and config.max_steps < 0 and values["max_steps"] not in (-1, None):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slideformer.cli.arguments import Debug, Json, Settings, read_config
-from slideformer.cli.exits import leave, say, told_in_one_sentence
+from slideformer.cli.exits import ended_by_signals, told_in_one_sentence
 
 if TYPE_CHECKING:
     from slideformer.config import TrainConfig
@@ -34,17 +34,8 @@ def train(
     """
     with told_in_one_sentence(debug=debug, as_json=as_json):
         config = read_config(settings, context.args)
-        from slideformer.train.stop import Stopped
-
-        try:
+        with ended_by_signals(as_json=as_json):
             found = _dry_run(config, as_json=as_json) if dry_run else _train(config, as_json=as_json)
-        except Stopped as stopped:
-            say(str(stopped))
-            if as_json:
-                print(json.dumps({"status": "stopped", "error": str(stopped), "exit_code": 128 + stopped.signum}))
-            if stopped.at_once:
-                leave(128 + stopped.signum)
-            raise typer.Exit(128 + stopped.signum) from None
         if as_json:
             print(json.dumps(found, indent=2))
 
