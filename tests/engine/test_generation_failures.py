@@ -94,7 +94,7 @@ def test_slow_work_in_any_lane_changes_no_token():
     for slow in (None, *sorted({str(op.lane) for plan in plans() for op in plan.ops})):
         with HookedDevice(poison=True) as device, closing(load(1)) as kernels:
             generation = made(device, kernels)
-            lane = next((x for name, x in generation.executor._lanes.items() if name == slow), None)
+            lane = next((x for name, x in generation.executor.lanes.items() if name == slow), None)
             if lane is not None:
                 lane._jitter = lambda: 2e-3
             found.append(generation.run(PROMPTS, NEW).tokens)

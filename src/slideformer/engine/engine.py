@@ -88,17 +88,16 @@ class Engine:
             )
             plans = listed(self.layout, options, decoder.dtype)
             buffers = allocate(plans, self.layout, self._shape, self.state, device, self.folder)
+            self._host = HostActions(self.layout, options, self.kernels)
+            device_actions = {**DeviceActions(decoder, self.kernels).table(), **ResidentUpdates(self.layout).table()}
+            device_actions |= SlicedHeadActions(decoder).table()
+            self.executor = Executor(device, buffers, {**device_actions, **self._host.table()})
         except BaseException:
             if self._own_kernels:
                 self.kernels.close()
             if self.folder is not None:
                 self.folder.close()
             raise
-        self._host = HostActions(self.layout, options, self.kernels)
-        device_actions = {**DeviceActions(decoder, self.kernels).table(), **ResidentUpdates(self.layout).table()}
-        device_actions |= SlicedHeadActions(decoder).table()
-        actions = {**device_actions, **self._host.table()}
-        self.executor = Executor(device, buffers, actions)
         self._generation: Generation | None = None
 
     def _plan(self, *, trains: bool, micro_batches: int) -> Plan:
@@ -169,7 +168,7 @@ class Engine:
 
     @property
     def disk_traffic(self) -> tuple[int, int]:
-        """Bytes read from disk and written to it so far, for its state and saved inputs."""
+        """Bytes read from the disk tier and written to it since it was opened, its measuring counted in."""
         return (0, 0) if self.folder is None else (self.folder.reads.nbytes, self.folder.writes.nbytes)
 
     def step(self, batch: Sequence[MicroBatch], *, lr: float) -> StepResult:
@@ -252,6 +251,8 @@ class Engine:
                 self.executor.synchronize()
         finally:
             self.executor.wait_idle()  # what has failed may still be at work in other lanes
+            if self._generation is not None:
+                self._generation.executor.wait_idle()
             if self._own_kernels:
                 self.kernels.close()
             if self.folder is not None:

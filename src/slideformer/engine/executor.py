@@ -96,13 +96,20 @@ def _poisoned(before: list[torch.Tensor], work: Callable[[], None], after: list[
 class Executor:
     """Owns the lanes. Use from one thread."""
 
-    def __init__(self, device: Device, buffers: dict[Buffer, Held], actions: dict[OpKind, Action]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        buffers: dict[Buffer, Held],
+        actions: dict[OpKind, Action],
+        lanes: dict[LaneName, Lane] | None = None,
+    ) -> None:
+        """lanes: of another executor, which works when this one does not; those that it lacks are added to them."""
         self.device, self.buffers, self._actions = device, buffers, actions
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
-        self._lanes: dict[LaneName, Lane] = {}
+        self.lanes: dict[LaneName, Lane] = {} if lanes is None else lanes
         for lane in LaneName:
-            if lane not in DISK_LANES or any(b.place in STAGING for b in buffers):
-                self._lanes[lane] = device.lane(str(lane), host=lane in HOST_LANES)
+            if lane not in self.lanes and (lane not in DISK_LANES or any(b.place in STAGING for b in buffers)):
+                self.lanes[lane] = device.lane(str(lane), host=lane in HOST_LANES)
         self._compiled: dict[int, _Compiled] = {}
         self._last: tuple[Plan, Run] | None = None
         self._in_flight: deque[tuple[Plan, Run]] = deque()
@@ -141,7 +148,7 @@ class Executor:
     def _queue(self, compiled: _Compiled, run: Run, before: list[Mark]) -> None:
         marks, plan = run.marks, compiled.plan
         for index, op in enumerate(plan.ops):
-            lane = self._lanes[op.lane]
+            lane = self.lanes[op.lane]
             for wait in plan.waits[index]:
                 if wait.age == 0:
                     lane.wait(marks[wait.index])
@@ -152,16 +159,18 @@ class Executor:
                 if hold.completed:
                     del self._holds[op.unit]
                 else:
-                    lane.run(partial(self._await, hold), f"hold of unit {op.unit}")
+                    counts = op.lane is not LaneName.DISK_WRITE  # which waits beside the update
+                    lane.run(partial(self._await, hold, counts=counts), f"hold of unit {op.unit}")
             work: Callable[[], None] = partial(compiled.works[index], run)
             if self.device.poisons:
                 work = partial(_poisoned, compiled.poison_before[index], work, compiled.poison_after[index])
             marks.append(lane.run(work, compiled.labels[index]))
 
-    def _await(self, hold: Mark) -> None:
+    def _await(self, hold: Mark, *, counts: bool) -> None:
         start = time.perf_counter()
         hold.wait()
-        self.held_s += time.perf_counter() - start
+        if counts:
+            self.held_s += time.perf_counter() - start
 
     def synchronize(self) -> None:
         """Block until every submitted run is done. Raises as `submit` does."""
@@ -170,7 +179,7 @@ class Executor:
 
     def wait_idle(self) -> None:
         """Block until no lane works, whatever has failed. Raises nothing."""
-        for mark in [lane.run(_nothing, "idle") for lane in self._lanes.values() if not lane.closed]:
+        for mark in [lane.run(_nothing, "idle") for lane in self.lanes.values() if not lane.closed]:
             mark.wait_issued()
         self.device.settle()
 

@@ -161,8 +161,9 @@ def _advice(options: EngineOptions, excess_nbytes: Callable[[EngineOptions], int
                 break
             changed, excess = trial, trial_excess
     if excess > 0:
+        disk = "" if options.offload_dir else "give offload_dir, a folder on a fast disk, "
         return (
-            f"With every setting at its smallest it is still {size(excess)} too much: use a smaller model, freeze "
+            f"With every setting at its smallest it is still {size(excess)} too much: {disk}use a smaller model, freeze "
             "parameters, or take a machine with more memory"
         )
     for fields in _TOGETHER:  # some early change may not be needed after a later, larger one

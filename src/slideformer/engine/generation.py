@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slideformer.device import Device
+from slideformer.device import Device, Lane
 from slideformer.engine.executor import Executor
 from slideformer.engine.pass_actions import PassActions
 from slideformer.engine.reach import Held
@@ -115,11 +115,17 @@ def pass_options(shape: PassShape, layout: Layout, *, window: int = 2, resident:
     )
 
 
-def beside_nbytes(layout: Layout, shape: PassShape) -> tuple[int, int]:
-    """What `Generation.beside` takes on the device and on the host."""
-    needed = pass_needs(listed_passes(layout, pass_options(shape, layout)), layout, shape)
+def beside_nbytes(layout: Layout, shape: PassShape, *, disk_ring: int | None = None) -> tuple[int, int]:
+    """What `Generation.beside` takes on device and host, at most. disk_ring: given where weights may be on disk."""
+    options = pass_options(shape, layout)
+    if disk_ring is not None:
+        every = tuple((plane, unit) for plane in ("residual", "weight") for unit in range(len(layout.units)))
+        options = replace(options, disk=every, disk_ring=disk_ring)
+    needed = pass_needs(listed_passes(layout, options), layout, shape)
     own = [need for buffer, need in needed.items() if buffer.place not in SHARED]
-    return tuple(sum(n.nbytes for n in own if n.tier is tier) for tier in (Tier.DEVICE, Tier.LOCKED))
+    tiers = ((Tier.DEVICE,), (Tier.LOCKED, Tier.STAGING))
+    device, host = (sum(n.nbytes for n in own if n.tier in tier) for tier in tiers)
+    return device, host
 
 
 def beside_options(step: StepOptions, layout: Layout, shape: PassShape) -> PassOptions:
@@ -143,8 +149,9 @@ class Generation:
         shape: PassShape,
         options: PassOptions,
         lent: Mapping[Buffer, Held],
+        lanes: dict[LaneName, Lane] | None = None,
     ) -> None:
-        """lent: buffers of SHARED places that are there already. Raises DoesNotFit."""
+        """lent: buffers of SHARED places that are there already. lanes: of the state's engine. Raises DoesNotFit."""
         self.decoder, self.device, self.layout, self.shape = decoder, device, state.layout, shape
         self._state, self._options = state, options
         self._plans: dict[tuple[int, bool], Plan] = {}
@@ -152,7 +159,7 @@ class Generation:
         own: dict[Buffer, Need] = {b: n for b, n in needed.items() if b not in lent}
         buffers = {**make(own, self.layout, state, device), **{b: lent[b] for b in needed if b in lent}}
         actions = PassActions(decoder, kernels, device, self.layout).table()
-        self.executor = Executor(device, buffers, actions)
+        self.executor = Executor(device, buffers, actions, lanes)
         self._sequences = buffers[Buffer(Place.SEQUENCES)]
 
     @classmethod
@@ -161,7 +168,8 @@ class Generation:
         values lie on the host. Raises DoesNotFit."""
         options = beside_options(engine.step_options, engine.layout, shape)
         lent = {b: held for b, held in engine.executor.buffers.items() if b.place in SHARED}
-        return cls(engine.decoder, engine.device, engine.kernels, engine.state, shape, options, lent)
+        lanes = engine.executor.lanes
+        return cls(engine.decoder, engine.device, engine.kernels, engine.state, shape, options, lent, lanes)
 
     @property
     def usable(self) -> bool:
@@ -222,11 +230,10 @@ class Generation:
                 if all(row.done for row in rows):
                     break
         except BaseException:
-            # A Ctrl-C may have come in the middle of a wait, whose mark then never wakes anybody again: only lanes, and
-            # marks that are new, are waited for.
+            # A Ctrl-C may have come in the middle of a wait, whose mark then never wakes anybody again, or while a disk
+            # hangs: nothing is waited for here, but by whoever closes the engine.
             self._drop(runs.values())
             self.executor.interrupted = True
-            self.executor.wait_idle()
             raise
         self._drop(runs.values())
         self.executor.synchronize()

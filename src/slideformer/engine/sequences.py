@@ -38,10 +38,6 @@ class Sequences:
         self._end_ids = frozenset(end_ids)
         self._chosen: list[list[int]] = []
 
-    @property
-    def all_done(self) -> bool:
-        return all(row.done for micro in self.rows for row in micro)
-
     def take(self, tokens: list[list[int]]) -> list[tuple[int, int]]:
         """Put a token on the end of every row that is not done. Returns (number, token) of those."""
         self._chosen, self.num_passes = tokens, self.num_passes + 1

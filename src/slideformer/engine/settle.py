@@ -76,6 +76,11 @@ def saved_beside(options: EngineOptions) -> int | None:
     return 0 if options.offload is not None and options.offload.saved else None
 
 
+def _may_spill(options: EngineOptions) -> bool:
+    """Saved inputs may go to disk, and nobody said how many."""
+    return options.offload is not None and options.offload_dir is not None and options.offload.saved is None
+
+
 def with_disk(
     options: EngineOptions, decoder: Decoder, kind: str, costs: Costs | None, host_nbytes: int
 ) -> EngineOptions:
@@ -87,6 +92,8 @@ def with_disk(
         found = budget_of(decoder.layout, trial, **sizes, costs=costs)
         return found.on_one_tier() if kind == "cpu" else found
 
+    if kind == "cpu" and _may_spill(options) and used(options).host_nbytes > host_nbytes:
+        options = replace(options, saved_on_device=0)  # all memory is the host's: beside it is only the disk
     shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
     saved_nbytes = shape.micro_tokens * shape.hidden * shape.dtype.itemsize
     return offloaded(options, HostRoom(decoder.layout, decoder.dtype, used, host_nbytes, saved_nbytes))

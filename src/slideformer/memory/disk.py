@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,28 @@ def free_nbytes(path: Path) -> int:
         path = path.parent
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
+
+
+def heeding_signals(work: Callable[[], int]) -> int:
+    """What `work` returns. Python hears signals in the main thread alone, and not while that is in the native library:
+    so it waits there for a thread that does the work, and that is left behind if a signal ends the wait."""
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    done: list[int] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:  # raised in the caller
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="disk-move", daemon=True)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return done[0]
 
 
 @dataclass(slots=True)
@@ -252,7 +274,7 @@ class DiskFile:
                 self._folder.threads.write(self._file, place.offset, head, data[:0].cpu())
                 self._through_gds().write(place.offset + PAGE, data)
             else:
-                total = self._folder.threads.write(self._file, place.offset, head, data)
+                total = heeding_signals(lambda: self._folder.threads.write(self._file, place.offset, head, data))
         place.length, place.checksum = data.numel(), total
 
     def read(self, extent: int, target: torch.Tensor) -> None:
@@ -275,7 +297,7 @@ class DiskFile:
                 self._through_gds().read(place.offset + PAGE, data)
                 total = self._summed(data)
             else:
-                total = self._folder.threads.read(self._file, place.offset, head, data)
+                total = heeding_signals(lambda: self._folder.threads.read(self._file, place.offset, head, data))
         wrong = difference(bytes(head), expected) or ("its data was changed" if total != wanted else None)
         if wrong is not None:
             raise DiskFault(f"extent {extent} of {self.path} is not what this run wrote: {wrong}")

@@ -53,7 +53,11 @@ class Claim:
             "host": socket.gethostname(),
             "start": datetime.now().isoformat(timespec="seconds"),
         }
-        os.pwrite(self._lock, json.dumps(holder).encode(), 0)
+        try:
+            os.pwrite(self._lock, json.dumps(holder).encode(), 0)
+        except OSError as error:
+            self.release(remove=True)
+            raise BadInput(f"offload_dir {path} cannot be written to: {error.strerror}: choose another") from None
 
     @property
     def mine(self) -> bool:

@@ -40,8 +40,8 @@ class StoredTile:
 
     def write(self, source: torch.Tensor) -> None:
         """From the first `numel` elements. Blocks; raises DiskFault."""
+        self.num_writes += 1  # also if it fails: then it cannot be read, rather than be taken for blank
         self._file.write(self._extent, source[: self.numel])
-        self.num_writes += 1
 
 
 def extent_nbytes(nbytes: int) -> int:
@@ -105,6 +105,8 @@ class Stored:
             for t, begin, end in self._overlaps(content, unit, start, stop):
                 found = self._opened(content, unit, t)
                 out[begin - start : end - start] = found.values[begin - t.start : end - t.start]
+                if end == t.stop:  # whoever reads piece by piece is done with it
+                    self._shut(content)
         return out
 
     def put(self, content: str, unit: int, offset: int, values: torch.Tensor) -> None:
@@ -118,6 +120,8 @@ class Stored:
 
     def flush(self) -> None:
         """Everything that was put is in the files. Raises DiskFault."""
+        if not any(found.changed for found in list(self._open.values())):
+            return  # without the guard, which a checkpoint's reads may hold for long
         with self._folder.guard:
             for content in [c for c, found in self._open.items() if found.changed]:
                 self._shut(content)

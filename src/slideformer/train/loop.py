@@ -94,6 +94,8 @@ class Loop:
             self._evaluate(first, self.work.batches.step(first - 1).epoch if first else 0.0)
         self._interval.restart()
         waiting: Submitted | None = None
+        if self._disk.is_spent:  # by loading the model
+            self._stop_for_the_disk(first)
         for index in range(first, self.work.num_steps):
             if self._ends(index):
                 break
@@ -101,14 +103,16 @@ class Loop:
             if waiting is not None:
                 self._finish(waiting)
             waiting = submitted
-            saves, evaluates = self._saves_after(index), self._evaluates_after(index)
-            if saves or evaluates or self._samples_after(index + 1) or self._ends(index + 1) or self._disk.is_spent:
+            spent = self._disk.is_spent  # once: lanes go on writing
+            saves, evaluates = self._saves_after(index, spent=spent), self._evaluates_after(index)
+            if saves or evaluates or self._samples_after(index + 1) or self._ends(index + 1) or spent:
                 self._finish(waiting)
                 waiting = None
                 self._between(index + 1, submitted.batch.epoch, saves=saves, evaluates=evaluates)
             if self.saver is None or self._saved_step == index + 1:  # else a signal has come since, and waits a step
                 self.stop_if_asked(f"after step {index + 1} of {self.work.num_steps}", index + 1)
-            self._stop_for_the_disk(index + 1)
+            if spent:
+                self._stop_for_the_disk(index + 1)
         self._settle_save()
         self.callbacks.fire("on_train_end")
 
@@ -140,8 +144,8 @@ class Loop:
     def _samples_after(self, step: int) -> bool:
         return self.work.samples.due(step, last=self._ends(step))
 
-    def _saves_after(self, index: int) -> bool:
-        """Whether a checkpoint is due after step `index`, from 0, or has been asked for."""
+    def _saves_after(self, index: int, *, spent: bool) -> bool:
+        """Whether a checkpoint is due after step `index`, from 0, or has been asked for. spent: the run stops there."""
         number, asked = index + 1, self.stop.take_save()
         wanted = self.callbacks.take("save")
         if self.saver is None:
@@ -150,14 +154,7 @@ class Loop:
                 self.journal.console.warn(f"{who} asks for a checkpoint, but save_strategy is no: nothing is saved")
             return False
         every = self.work.config.save_steps or self.work.batches.steps_per_epoch
-        return (
-            asked
-            or wanted
-            or self.stop.asked
-            or self._disk.is_spent
-            or number % every == 0
-            or number == self.work.num_steps
-        )
+        return asked or wanted or self.stop.asked or spent or number % every == 0 or number == self.work.num_steps
 
     def _save(self, step: int, *, evaluated: bool) -> None:
         """Write the checkpoint of a step whose result has been read, unless the run started with it."""
@@ -204,11 +201,13 @@ class Loop:
         self.stop.raise_if_asked(f"{where}: {what}")
 
     def _stop_for_the_disk(self, step: int) -> None:
-        if self._ends(step) or not self._disk.is_spent:
+        """Raise RunFailed, unless this was the last step."""
+        if self._ends(step):
             return
         self._settle_save()
-        saved = self.saver is not None and self._saved_step == step
-        what = f"go on from checkpoint-{step} with resume_from_checkpoint: auto and" if saved else "nothing was saved:"
+        saved = self.saver is not None and self._saved_step == step and step > 0
+        on = f"go on from checkpoint-{step} with resume_from_checkpoint: auto and"
+        what = on if saved else "nothing was saved; set"
         raise RunFailed(f"after step {step} of {self.work.num_steps}: {self._disk.sentence()}; {what} a larger limit")
 
     def _submit(self, index: int, waiting: Submitted | None) -> Submitted:

@@ -54,7 +54,8 @@ def with_samples(
     if not prompts:
         return options
     shape = _shape(decoder, options, prompts, max_new_tokens)
-    return replace(options, beside_nbytes=beside_nbytes(decoder.layout, shape))
+    ring = None if options.offload_dir is None else options.disk_ring
+    return replace(options, beside_nbytes=beside_nbytes(decoder.layout, shape, disk_ring=ring))
 
 
 def _shape(decoder: Decoder, options: EngineOptions, prompts: Sequence[Prompt], max_new_tokens: int) -> PassShape:

@@ -106,7 +106,8 @@ class Saver:
 
     def _open_lanes(self) -> list[ThreadLane]:
         if not self._lanes:
-            count = max(1, min(MOST_LANES, available_cpus() // 4))
+            on_disk = self.engine.state.stored is not None  # where several would take each other's place in hand
+            count = 1 if on_disk else max(1, min(MOST_LANES, available_cpus() // 4))
             self._lanes = [ThreadLane(f"checkpoint-{index}", self._fault) for index in range(count)]
         return self._lanes
 
