@@ -17,6 +17,8 @@ def test_init_writes_a_file_that_is_valid_and_never_replaces_one_by_itself(slide
     done = slideformer("config", "validate", "mine.yaml")
     assert (done.returncode, done.stdout) == (0, "valid: 1 epoch of 4 x 2 = 8 sequences, deferred updates\n")
     assert done.stderr == ""
+    done = slideformer("config", "validate", "mine.yaml", "--json")
+    assert (done.returncode, json.loads(done.stdout), done.stderr) == (0, {"valid": True}, "")
     (tmp_path / "mine.yaml").write_text("mine: 1")
     done = slideformer("config", "init", "mine.yaml")
     assert done.returncode == 2
@@ -61,7 +63,9 @@ def test_a_wrong_key_is_told_with_file_and_line(slideformer, yaml_for, command) 
 
 
 def test_schema_knows_every_key(slideformer) -> None:
-    schema = json.loads(slideformer("config", "schema").stdout)
+    done = slideformer("config", "schema")
+    schema = json.loads(done.stdout)
+    assert slideformer("config", "schema", "--json") == done
     assert set(schema["properties"]) == set(TrainConfig.model_fields)
     assert schema["additionalProperties"] is False
     sizes = [schema["properties"][key]["anyOf"] for key in ("max_gpu_memory", "max_host_memory", "max_disk_writes")]

@@ -80,3 +80,21 @@ def test_every_command_gives_its_error_as_json(slideformer, words) -> None:
     assert done.returncode == 2
     found = json.loads(done.stdout)
     assert found["exit_code"] == 2 and done.stderr.strip().endswith(found["error"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("generate",), "Missing argument 'MODEL'."),
+        (("doctor", "--devise", "cpu"), "No such option: --devise"),
+        (("config", "shwo"), "No such command 'shwo'."),
+        (("generate", "a", "--max-new-tokens", "many"), "Invalid value for '--max-new-tokens': "),
+    ],
+)
+def test_words_that_no_command_takes_are_told_as_json_too(slideformer, words, expected) -> None:
+    done = slideformer(*words, "--json")
+    assert done.returncode == 2
+    found = json.loads(done.stdout)
+    assert found["exit_code"] == 2 and found["error"].startswith(expected)
+    assert f"Error: {expected}" in done.stderr
+    assert slideformer(*words).stdout == ""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import typer
 
 from slideformer.cli.bench import bench
 from slideformer.cli.config import config_app, show, validate
 from slideformer.cli.doctor import doctor
 from slideformer.cli.evaluate import evaluate
-from slideformer.cli.exits import watched_output
+from slideformer.cli.exits import told_of_bad_words, watched_output
 from slideformer.cli.export import export
 from slideformer.cli.generate import generate
 from slideformer.cli.plan import plan
@@ -42,5 +44,5 @@ app.command()(report)
 
 def main() -> None:
     """Run the command line and exit: 0 ok, 1 run failed, 2 bad input, 3 does not fit, 128 + signal when stopped."""
-    with watched_output():
-        app(prog_name="slideformer")
+    with watched_output(), told_of_bad_words(as_json="--json" in sys.argv):
+        sys.exit(app(prog_name="slideformer", standalone_mode=False))

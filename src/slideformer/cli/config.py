@@ -89,9 +89,9 @@ def _counted(number: float, what: str) -> str:
 
 
 @config_app.command("schema")
-def schema(debug: Debug = False) -> None:
-    """Print the JSON schema of a config file, for editors that complete and check YAML."""
-    with told_in_one_sentence(debug=debug):
+def schema(as_json: Json = False, debug: Debug = False) -> None:
+    """Print the JSON schema of a config file, for editors that complete and check YAML. Always JSON."""
+    with told_in_one_sentence(debug=debug, as_json=as_json):
         from slideformer.config import TrainConfig
 
         print(json.dumps(TrainConfig.model_json_schema(), indent=2))

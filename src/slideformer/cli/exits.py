@@ -18,6 +18,8 @@ from slideformer.errors import BadInput, DoesNotFit, RunFailed
 CODES: tuple[tuple[type[Exception], int], ...] = ((BadInput, 2), (DoesNotFit, 3), (RunFailed, 1))
 CTRL_C = 130
 NO_READER = 141  # what a shell sees of a program that SIGPIPE ended
+# Some releases of typer bring a click of their own, and no release exports this class of it.
+BadWords = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 class OutputLost(OSError):
@@ -29,23 +31,24 @@ class OutputLost(OSError):
 
 
 @contextmanager
-def told_in_one_sentence(*, debug: bool, as_json: bool = False) -> Iterator[None]:
+def told_in_one_sentence(*, debug: bool, as_json: bool = False) -> Iterator[dict[str, object]]:
     """Turn our own errors inside into a sentence and an exit code; with debug they keep their traceback.
 
-    as_json: print them as an object on standard output, too.
+    as_json: print them as an object on standard output, too. Gives what is to stand beside the error in that object.
 
     Anything else that is raised is a fault of this program and keeps its traceback.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", stream=sys.stderr)
+    beside: dict[str, object] = {}
     try:
-        yield
+        yield beside
     except tuple(kind for kind, _ in CODES) as error:
         if debug:
             raise
         code = next(code for kind, code in CODES if isinstance(error, kind))
         say(f"error: {error}")
         if as_json:
-            print(json.dumps({"error": str(error), "exit_code": code}))
+            print(json.dumps({**beside, "error": str(error), "exit_code": code}))
         raise typer.Exit(code) from None
     except KeyboardInterrupt:
         if debug:
@@ -72,6 +75,21 @@ def ended_by_signals(*, as_json: bool) -> Iterator[None]:
         if stopped.at_once:
             leave(code)
         raise typer.Exit(code) from None
+
+
+@contextmanager
+def told_of_bad_words(*, as_json: bool) -> Iterator[None]:
+    """Turn what typer refuses (an option that is not known, an argument that is missing) into its words on standard
+    error, an object with as_json, and its exit code."""
+    try:
+        yield
+    except BadWords as error:
+        error.show()
+        if as_json:
+            print(json.dumps({"error": error.format_message(), "exit_code": error.exit_code}))
+        raise SystemExit(error.exit_code) from None
+    except typer.Abort:  # Ctrl-C before a command has begun
+        raise SystemExit(CTRL_C) from None
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def plan(
     Needs only the model's config.json. Times are those of a machine like the one they were measured on, unless its
     rates are given; `slideformer doctor` measures them.
     """
-    with told_in_one_sentence(debug=debug, as_json=as_json):
+    with told_in_one_sentence(debug=debug, as_json=as_json) as beside:
         config = read_config(settings, context.args)
         from slideformer.train.plan import plan_run
 
@@ -42,5 +42,9 @@ def plan(
             update_numel=update_gparams and update_gparams * 1e9,
             disk_nbytes=disk_gbps and disk_gbps * 1e9,
         )
-        print(json.dumps(found.as_dict(), indent=2) if as_json else found.text())
+        if not as_json:
+            print(found.text())
+        beside.update(found.as_dict())
         found.require_fit(elsewhere=True)
+        if as_json:
+            print(json.dumps(beside, indent=2))

@@ -1,0 +1,46 @@
+"""A plan that a limit has no room for: what is said, and the one JSON object."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+SIZE = r"([0-9.]+) ([KM]iB)"
+KIB = {"KiB": 1, "MiB": 1024}
+
+
+@pytest.fixture
+def too_small(slideformer, yaml_for):
+    """A plan for a GPU of which the run may take 500 KiB."""
+
+    def run(*words: str):
+        return slideformer("plan", yaml_for(device="cuda"), "max_gpu_memory=500KiB", *words)
+
+    return run
+
+
+def test_a_plan_with_too_little_gpu_memory_says_what_takes_it_and_the_cheapest_change(too_small) -> None:
+    done = too_small()
+    assert done.returncode == 3
+    assert "device  " in done.stdout  # the plan comes all the same
+    last = done.stderr.strip().splitlines()[-1]
+    said, _, change = last.partition(". Cheapest change that makes it fit: ")
+    head, _, terms = said.partition(": working memory ")
+    need, unit, more, more_unit = re.fullmatch(
+        rf"error: this run needs {SIZE} on the device, {SIZE} more than the 500\.0 KiB of max_gpu_memory", head
+    ).groups()
+    assert float(need) * KIB[unit] == pytest.approx(500 + float(more) * KIB[more_unit], rel=0.06)  # of 0.9 MiB
+    sizes = [float(number) * KIB[unit] for number, unit in re.findall(SIZE, terms)]
+    assert sum(sizes) == pytest.approx(500 + float(more) * KIB[more_unit], abs=0.05 * (1 + len(sizes)))
+    assert too_small(*change.replace(": ", "=").split(", ")).returncode == 0
+
+
+def test_a_plan_that_does_not_fit_is_one_json_object_with_its_error(too_small) -> None:
+    done = too_small("--json")
+    assert done.returncode == 3
+    found = json.loads(done.stdout)
+    assert found["exit_code"] == 3
+    assert done.stderr.strip().splitlines()[-1] == f"error: {found['error']}"
+    assert found["device_nbytes"] == sum(found["device"].values()) > 500 * 2**10
