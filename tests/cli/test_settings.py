@@ -12,6 +12,48 @@ from slideformer.cli.names import ALIASES, CONVERTED
 from slideformer.config import TrainConfig
 from slideformer.errors import BadInput
 
+OTHER_SPELLINGS = {
+    "model_name_or_path": "base_model model model_path",
+    "dataset": "dataset_name datasets local_dataset",
+    "dataset_text_field": "text_column field column",
+    "max_length": "max_seq_length max_seq_len cutoff_len sequence_len seq_len",
+    "packing": "sample_packing neat_packing packed",
+    "completion_only_loss": "train_on_completions train_on_inputs train_on_prompt train_on_input",
+    "per_device_train_batch_size": "micro_batch_size batch_size",
+    "per_device_eval_batch_size": "eval_batch_size batch_size_val",
+    "num_train_epochs": "num_epochs epochs",
+    "max_steps": "num_steps",
+    "learning_rate": "lr",
+    "lr_scheduler_type": "lr_scheduler",
+    "warmup_steps": "lr_warmup_steps num_warmup_steps",
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "adam_epsilon": "eps",
+    "max_grad_norm": "clip_grad_norm max_norm",
+    "bf16": "torch_dtype dtype",
+    "attn_implementation": "flash_attn",
+    "seed": "random_seed",
+    "logging_steps": "log_interval log_every_n_steps",
+    "save_steps": "save_interval",
+    "val_size": "val_set_size val_split_fraction",
+    "eval_strategy": "evaluation_strategy",
+    "output_dir": "out_dir",
+    "resume_from_checkpoint": "resume",
+    "dataloader_num_workers": "num_workers",
+    "dataset_num_proc": "preprocessing_num_workers",
+    "offload_optimizer": "nvme_offload_fraction",
+    "offload_activations": "ac_offload_nvme",
+}
+"""Our names, and what users of other tools write for them."""
+WRITTEN = {  # what is no number of some kind
+    **{key: "some/where" for key in ("model_name_or_path", "dataset", "output_dir")},
+    **{"dataset_text_field": "body", "packing": "true", "completion_only_loss": "true", "lr_scheduler_type": "linear"},
+    **{"attn_implementation": "sdpa", "eval_strategy": "epoch\nval_size: 2", "resume_from_checkpoint": "auto"},
+    **{"bf16": "bfloat16", "val_size": "0.5", "adam_beta1": "0.5", "adam_beta2": "0.5", "offload_optimizer": "0.5"},
+    "offload_activations": "true",
+}
+NEGATED = ("train_on_inputs", "train_on_prompt", "train_on_input")
+
 HEAD = "model_name_or_path: model\ndataset: rows.jsonl\n"
 
 
@@ -141,6 +183,22 @@ def test_no_steps_is_told_to_be_no_limit(load, tmp_path, written, count) -> None
 )
 def test_aliases_carry_their_meaning(load, line, key, value) -> None:
     assert getattr(load(HEAD + line + "\n").config, key) == value
+
+
+@pytest.mark.parametrize(
+    ("alias", "key"), [(alias, key) for key, aliases in OTHER_SPELLINGS.items() for alias in aliases.split()]
+)
+def test_every_spelling_of_other_tools_is_taken(load, alias, key) -> None:
+    """The value arrives under our name, as it does when it is written there."""
+    head = "".join(line for line in HEAD.splitlines(keepends=True) if not line.startswith(f"{key}:"))
+    end = "offload_dir: disk\n" if key.startswith("offload_") else ""
+    written = WRITTEN.get(key, "3")
+    resolved = load(f"{head}{alias}: {written}\n{end}")
+    ours = {"bf16": "true", "offload_activations": "nvme", **dict.fromkeys(NEGATED, "false")}
+    plain = load(f"{head}{key}: {ours.get(alias, ours.get(key, written))}\n{end}")
+    assert getattr(resolved.config, key) == getattr(plain.config, key)
+    assert resolved.config == plain.config
+    assert any(f": {alias} " in notice for notice in resolved.notices), resolved.notices
 
 
 def test_every_alias_leads_to_a_key_and_is_none_itself() -> None:

@@ -53,6 +53,7 @@ def write(path, *, suffix: str):
         (".csv", [2, 3]),
         (".csv.gz", [2, 3]),
         (".tsv", [2, 3]),
+        (".tsv.gz", [2, 3]),
         (".parquet", [1, 2]),
     ],
 )
@@ -106,6 +107,14 @@ def test_plain_text_comes_in_stretches_that_end_at_a_line_and_lose_nothing(tmp_p
     for row in rows:
         assert row.columns.text.startswith(("line", "the end"))
         assert text.splitlines()[row.number - 1] == row.columns.text.splitlines()[0]
+
+
+def test_plain_text_is_the_same_when_it_is_gzipped(tmp_path) -> None:
+    text = "".join(f"Zeile {i}: ä\n" for i in range(20))
+    (tmp_path / "book.txt").write_text(text)
+    (tmp_path / "book.txt.gz").write_bytes(gzip.compress(text.encode()))
+    (plain,), (zipped,) = (list(read_file(tmp_path / name)) for name in ("book.txt", "book.txt.gz"))
+    assert (zipped.columns, zipped.number) == (plain.columns, plain.number) == (Block(text), 1)
 
 
 def test_a_text_without_line_ends_is_cut_all_the_same(tmp_path, monkeypatch) -> None:
