@@ -147,6 +147,7 @@ class Executor:
 
     def _queue(self, compiled: _Compiled, run: Run, before: list[Mark]) -> None:
         marks, plan = run.marks, compiled.plan
+        held: dict[int, LaneName] = {}  # units, and the lane that waits for their hold first
         for index, op in enumerate(plan.ops):
             lane = self.lanes[op.lane]
             for wait in plan.waits[index]:
@@ -159,7 +160,7 @@ class Executor:
                 if hold.completed:
                     del self._holds[op.unit]
                 else:
-                    counts = op.lane is not LaneName.DISK_WRITE  # which waits beside the update
+                    counts = held.setdefault(op.unit, op.lane) is op.lane  # others wait beside it
                     lane.run(partial(self._await, hold, counts=counts), f"hold of unit {op.unit}")
             work: Callable[[], None] = partial(compiled.works[index], run)
             if self.device.poisons:
