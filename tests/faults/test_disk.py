@@ -196,3 +196,33 @@ Saver.save = hanging
     assert child.wait(timeout_s=15) == 130
     assert "stopped by SIGINT at once" in child.told() and "Traceback" not in child.told()
     assert "checkpoint-2" in complete(folder / "out")
+
+
+HANGS = {
+    "samples are taken": ("slideformer.train.samples", "Samples", "take", "preadv"),
+    "the result is saved": ("slideformer.train.trainer", "Trainer", "_save", "preadv"),
+    "the model is loaded": ("slideformer.engine", "Engine", "write", "pwritev"),
+}
+
+
+@pytest.mark.parametrize("when", HANGS)
+def test_a_disk_tier_that_hangs_is_left_whatever_the_main_thread_does(server: Server, config, when) -> None:
+    """The main thread waits for files itself then, or for lanes that do."""
+    module, owner, method, only = HANGS[when]
+    samples = {"generate_steps": 4, "generate_prompts": ["3+4="], "generate_max_new_tokens": 4}
+    folder = config(max_steps=4, save_steps=2, offload_weights="nvme", offload_dir="tier", **samples)
+    hangs = f"""
+from {module} import {owner}
+whole = {owner}.{method}
+def hanging(self, *args, **settings):
+    os.environ.update(FAULT_HANG='/tier/weight', FAULT_HANG_ONLY='{only}')
+    return whole(self, *args, **settings)
+{owner}.{method} = hanging
+"""
+    child = server.start(folder, "train", "train.yaml", before=hangs)
+    child.until("the disk hangs")
+    child.send(signal.SIGINT)
+    child.until("once more, and it ends at once")
+    child.send(signal.SIGINT)
+    assert child.wait(timeout_s=15) == 130
+    assert "Traceback" not in child.told()
