@@ -109,6 +109,15 @@ def test_a_run_that_would_pass_max_disk_writes_stops_with_a_checkpoint_and_goes_
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
+def test_a_limit_that_loading_alone_reaches_stops_the_run_before_its_first_step(config_for, tmp_path) -> None:
+    every = {**RUN, **NVME, "offload_dir": str(tmp_path / "tier")}
+    with pytest.raises(
+        RunFailed, match="after step 0 of 4: .*max_disk_writes .*; nothing was saved; set a larger limit"
+    ):
+        run(config_for(**every, max_disk_writes=2**20))
+    assert not (tmp_path / "tier").exists()
+
+
 def test_plan_and_dry_run_say_what_lies_on_disk_and_what_a_step_moves(config_for, tmp_path) -> None:
     config = config_for(**RUN, **NVME, offload_dir=str(tmp_path / "tier"), disk_tbw=1e-3)
     found = plan_run(config)
