@@ -121,6 +121,8 @@ def _work(line: Line) -> Iterator[str]:
         slack = BYTES_SHARE * planned[way] + BYTES_PER_TOKEN * line["batch"] * line["seq"]
         if abs(moved[way] - planned[way]) > slack:
             yield f"{moved[way]} bytes went {way}, the plan has {planned[way]}"
+    if line.get("disk_bytes") != line.get("plan_disk_bytes"):  # lines from before there was a disk have neither
+        yield f"{line['disk_bytes']} bytes were read from disk and written, the plan has {line['plan_disk_bytes']}"
     if line["case"] == "ours-streamed":
         params -= _untied_table(line["shape"])
         for way, least in (("up", STREAMED_UP), ("down", STREAMED_DOWN)):

@@ -69,6 +69,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tile-numel", type=int, default=16 << 20, help="of ours")
     parser.add_argument("--engine", nargs="+", default=[], metavar="KEY=VALUE", help="further EngineOptions of ours")
     parser.add_argument(
+        "--offload", metavar="WHAT=SHARE,...", help="of ours, on disk: optimizer=0.5,weights=0,activations=0"
+    )
+    parser.add_argument("--offload-dir", help="where that is; not there yet, its parent is")
+    parser.add_argument(
         "--watch", action="store_true", help="50 steps; the report says what has changed since the third"
     )
     parser.add_argument("--trace", help="folder for a Chrome trace and a text timeline of one step of ours")
@@ -87,6 +91,8 @@ def parse() -> argparse.Namespace:
         args.warmup, args.steps = 2, 48
     if args.warmup < 1 or args.steps < 1:
         parser.error(f"--warmup is {args.warmup} and --steps {args.steps}, must be at least 1 each")
+    if (args.offload is None) != (args.offload_dir is None):
+        parser.error("--offload and --offload-dir go together")
     if args.batch % args.micro_batches:
         parser.error(f"--batch is {args.batch}, must be a multiple of --micro-batches ({args.micro_batches})")
     return args
@@ -137,6 +143,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         tile_numel=args.tile_numel,
         window=args.window,
         engine=dict(_option(text) for text in args.engine),
+        offload=_shares(args.offload) if args.offload else {},
+        offload_dir=args.offload_dir,
         trace=args.trace,
         megatrain=args.megatrain,
     )
@@ -152,6 +160,17 @@ def _option(text: str) -> tuple[str, object]:
     except json.JSONDecodeError:
         return key, value
     return key, tuple(found) if isinstance(found, list) else found
+
+
+def _shares(text: str) -> dict[str, float]:
+    """`optimizer=0.5,weights=0` as {"optimizer": 0.5, "weights": 0.0}."""
+    found = dict(part.partition("=")[::2] for part in text.split(","))
+    if unknown := found.keys() - {"optimizer", "weights", "activations"}:
+        raise SystemExit(f"--offload: no {', '.join(sorted(unknown))}; there are optimizer, weights, activations")
+    shares = {name: float(share) for name, share in found.items()}
+    if wrong := [f"{name}={share:g}" for name, share in shares.items() if not 0 <= share <= 1]:
+        raise SystemExit(f"--offload: {', '.join(wrong)}, must be shares from 0 to 1")
+    return shares
 
 
 def worker(args: argparse.Namespace) -> int:

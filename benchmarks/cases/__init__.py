@@ -42,8 +42,9 @@ class Settings:
     """One case and what it is measured on.
 
     case: a key of MODULES. update: eager or deferred, of ours alone. gpu_limit_gib: of this case. max_grad_norm: 0 is
-    no clipping. liger: of the stock model and the peers; kernels, window, tile_numel, trace and engine (further options
-    by name): of ours. cpu_threads: None is what each system chooses itself. megatrain: folder of a checkout.
+    no clipping. liger: of the stock model and the peers. Of ours: kernels, window, tile_numel, trace, engine (further
+    options by name) and offload (shares of optimizer, weights and activations that lie in offload_dir). cpu_threads:
+    None is what each system chooses itself. megatrain: folder of a checkout.
     """
 
     case: str
@@ -64,6 +65,8 @@ class Settings:
     tile_numel: int = 16 << 20
     window: int = 3
     engine: dict[str, object] = field(default_factory=dict)
+    offload: dict[str, float] = field(default_factory=dict)
+    offload_dir: str | None = None
     trace: str | None = None
     megatrain: str | None = None
 

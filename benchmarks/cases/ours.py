@@ -18,7 +18,8 @@ from lines import GIB, host_peak_gib, spread
 from shapes import random_pieces, random_tokens, shape
 from slideformer.data.batches import MicroBatch
 from slideformer.device import Device, open_device
-from slideformer.engine import Engine, EngineOptions, StepResult
+from slideformer.engine import Engine, EngineOptions, Offload, StepResult
+from slideformer.engine.costs import disk_traffic
 from slideformer.layout import Layout
 from slideformer.model.decoder import Decoder
 from slideformer.schedule import OpKind
@@ -49,6 +50,9 @@ def options_of(settings: Settings, layout: Layout) -> EngineOptions:
         "max_grad_norm": settings.max_grad_norm,
         "cpu_threads": settings.cpu_threads,
     }
+    if settings.offload:
+        shares = (settings.offload.get(name, 0.0) for name in ("optimizer", "weights", "activations"))
+        chosen |= {"offload": Offload(*shares), "offload_dir": settings.offload_dir}
     return EngineOptions(**(DEFAULTS | given | chosen | settings.engine))
 
 
@@ -118,6 +122,7 @@ def _steps(engine: Engine, device: Device, settings: Settings) -> dict[str, obje
     if settings.trace:
         _write_trace(settings, results[-3:])
     engine.synchronize()
+    disk_before = engine.disk_traffic
     memory = _memory(engine, device)  # before a step is counted: reading the driver's record takes host memory
     with copies(cuda=device.kind == "cuda") as traffic, our_updates(engine.kernels) as count:
         engine.step(batches[-1], lr=LR).wait()
@@ -129,12 +134,14 @@ def _steps(engine: Engine, device: Device, settings: Settings) -> dict[str, obje
         "busy": _busy(results, times),
         "bytes": {"up": traffic.up, "down": traffic.down},
         "plan_bytes": _planned(engine, batches[-1]),
+        "disk_bytes": [now - then for now, then in zip(engine.disk_traffic, disk_before, strict=True)],
+        "plan_disk_bytes": list(_planned_on_disk(engine)),
         "params_updated": count.numel,
         "predicted_step_s": getattr(engine, "predicted_step_s", None),
         **memory,
         "cpu_threads": engine.kernels.threads,
         "isa": engine.kernels.isa,
-        "options": {k: v for k, v in dataclasses.asdict(engine.options).items() if k != "ahead"},
+        "options": {k: v for k, v in dataclasses.asdict(engine.options).items() if k not in ("ahead", "disk")},
         "ahead_units": len(engine.step_options.ahead),
         "num_ops": len(engine.plan.ops),
         "steady": _range(marks[2:] or marks),
@@ -163,6 +170,7 @@ def _memory(engine: Engine, device: Device) -> dict[str, object]:
         "host_peak_gib": host_peak_gib(),
         "pinned_gib": round(device.page_locked_nbytes / GIB, 3),
         "saved_gib": round(engine.budget.host.get("saved inputs", 0) / GIB, 3),
+        "disk_gib": round(engine.budget.disk_nbytes / GIB, 3),
         "plan_gib": {tier: round(nbytes / GIB, 3) for tier, nbytes in engine.memory().items()},
     }
 
@@ -188,6 +196,12 @@ def _planned(engine: Engine, batch: list[MicroBatch]) -> dict[str, int]:
         elif op.kind is OpKind.SPILL:
             down += hidden
     return {"up": up, "down": down}
+
+
+def _planned_on_disk(engine: Engine) -> tuple[int, int]:
+    """Bytes that a full step reads from disk and writes to it, by the layout."""
+    shape = engine.options.batch_shape(engine.decoder.hidden_size, engine.decoder.dtype)
+    return disk_traffic(engine.plan, engine.layout, shape)
 
 
 def _marks(engine: Engine, device: Device) -> dict[str, int]:

@@ -48,6 +48,18 @@ def test_a_streamed_step_moves_the_bytes_of_its_plan(line, changes):
         assert moved[way] >= least * found["params"]
 
 
+@pytest.mark.parametrize(
+    "shares", [{"optimizer": 0.5}, {"optimizer": 1.0, "weights": 1.0, "activations": 0.5}], ids=str
+)
+def test_a_step_on_disk_reads_and_writes_the_bytes_of_its_plan(line, tmp_path, shares):
+    found = line("ours-streamed", **SPILLED, offload=shares, offload_dir=str(tmp_path / "disk"))
+    read, written = found["disk_bytes"]
+    assert [read, written] == found["plan_disk_bytes"]
+    least = 8 * shares["optimizer"] * found["params"]
+    assert 0.9 * least <= written <= read and found["disk_gib"] > 0
+    assert line("ours-streamed")["disk_bytes"] == [0, 0]
+
+
 def test_a_resident_step_moves_the_batch_and_the_loss(line):
     found = line("ours-resident")
     assert found["plan_bytes"] == {"up": 0, "down": 0}

@@ -50,6 +50,7 @@ WRONG = {
     "its bytes were not measured": lambda x: x.update(bytes=None),
     "bytes went up, the plan has": lambda x: x["bytes"].update(up=x["bytes"]["up"] * 1.01),
     "bytes went down, the plan has": lambda x: x["bytes"].update(down=x["bytes"]["down"] * 0.99),
+    "bytes were read from disk and written, the plan has [0, 0]": lambda x: x.update(disk_bytes=[0, 4096]),
     "2.90 bytes a parameter went up; streamed, at least 3 do": lambda x: [
         x[key].update(up=2.9 * x["params"]) for key in ("bytes", "plan_bytes")
     ],

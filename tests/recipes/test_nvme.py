@@ -1,4 +1,7 @@
-"""Models larger than host memory: what their plans put where adds up, and a step moves over the disk what it must. The sizes are the published ones; tiles are large, so that a plan takes a second."""
+"""Models larger than host memory: what their plans put where adds up, and a step moves over the disk what it must.
+
+The sizes are the published ones; tiles are large, so that a plan takes a second.
+"""
 
 from __future__ import annotations
 
