@@ -148,15 +148,21 @@ TRIGGERS: dict[str, list[str]] = {  # heading of troubleshooting.md -> words tha
     "cannot be continued with this config": [*SAVING, "resume=auto", "learning_rate=1"],
     "gets nothing more of this run": ["report_to=tensorboard"],
     "batches are cut from encoded rows inside the run": ["num_workers=4"],
+    "but offload_dir is not given": ["offload_optimizer=nvme"],
+    "has other files in it": ["offload_optimizer=nvme", "offload_dir=."],
+    "would pass max_disk_writes": ["offload_optimizer=nvme", "offload_dir=tier", "max_disk_writes=1MB"],
 }
 AFTER_A_RUN = ("has checkpoints of an earlier run", "cannot be continued with this config")
 CODES = {
     "this run needs": 3,
     "Look at these rows, lower learning_rate": 1,
+    "would pass max_disk_writes": 1,
     "gets nothing more of this run": 0,
     "batches are cut from encoded rows inside the run": 0,
 }
 ELSEWHERE = {  # tried where they are made
+    "of a run that was killed or kept its files": "memory/disk_claim.py",
+    "is not what this run wrote": "memory/disk.py",
     "an answer without an end token": "data/encode.py",
     "another process is writing to": "train/output.py",
     "the checkpoints need": "train",
