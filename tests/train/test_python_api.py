@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -198,6 +199,16 @@ def test_loss_png_is_drawn_beside_the_metrics(config_for) -> None:
         trainer.train()
     picture = Path(config.output_dir, "loss.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 5000
+
+
+def test_a_run_without_matplotlib_ends_as_any_other_without_a_picture(config_for, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as Python marks what cannot be imported
+    config, out = config_for(max_steps=2), io.StringIO()
+    with Trainer(args=config, console=PlainConsole(out)) as trainer:
+        trainer.train()
+    assert "could not be drawn" not in out.getvalue()
+    assert not Path(config.output_dir, "loss.png").exists()
+    assert Path(config.output_dir, "model.safetensors").exists()
 
 
 def test_the_config_given_is_left_as_it_was(trainer_for, model_folder, tmp_path) -> None:

@@ -45,8 +45,10 @@ def test_trackers_get_every_number_under_its_own_name(config_for) -> None:
 
     from trackio.sqlite_storage import SQLiteStorage  # not before the fixtures have said where
 
-    logged = [line for line in SQLiteStorage.get_logs("slideformer", "mine") if "loss" in line]
-    assert [line["loss"] for line in logged] == [line["loss"] for line in lines if "loss" in line]
+    logged = SQLiteStorage.get_logs("slideformer", "mine")
+    for name in names:
+        expected = [(line["global_step"], line[name]) for line in lines if line.get(name) is not None]
+        assert [(entry["step"], entry[name]) for entry in logged if name in entry] == expected, name
 
 
 def test_a_run_that_goes_on_replaces_what_was_logged_after_its_checkpoint(config_for) -> None:
