@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 from pydantic import JsonValue
 
@@ -27,8 +28,11 @@ from slideformer.train.stop import AT_ONCE_S, Stopped
 QUEUE_LINES = 1000  # some minutes of a tracker that does not answer, at several steps a second
 END_S = 30.0  # how long the end of a run waits for what is still queued
 PROJECT = "slideformer"  # where nothing else is said (WANDB_PROJECT, TRACKIO_PROJECT, MLFLOW_EXPERIMENT_NAME)
+MLFLOW_PLACES = {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID", "MLFLOW_RUN_ID"}  # each says where runs go
+MLFLOW_REFUSED = re.compile(r"[^A-Za-z0-9_\-. :/]")  # in the name of a metric, as of an evaluation set with any name
 Numbers = Mapping[str, float]
 Texts = Mapping[str, str]
+Ended = Literal["finished", "stopped", "failed"]  # as in run.json
 
 
 class Tracker(Protocol):
@@ -36,7 +40,7 @@ class Tracker(Protocol):
 
     def log(self, numbers: Numbers, step: int) -> None: ...
     def log_texts(self, texts: Texts, step: int) -> None: ...
-    def close(self) -> None: ...
+    def close(self, ended: Ended) -> None: ...
 
 
 class _TensorBoard:
@@ -57,7 +61,7 @@ class _TensorBoard:
         for name, text in texts.items():
             self._writer.add_text(name, text, step)
 
-    def close(self) -> None:
+    def close(self, ended: Ended) -> None:
         self._writer.close()
 
 
@@ -75,44 +79,62 @@ class _Trackio:
     def log_texts(self, texts: Texts, step: int) -> None:
         self._trackio.log({name: self._trackio.Markdown(text) for name, text in texts.items()}, step=step)
 
-    def close(self) -> None:
+    def close(self, ended: Ended) -> None:
         self._trackio.finish()
 
 
 class _Wandb:
+    """A run of its own; or the one that the caller has open, as in a sweep, which stays open."""
+
     def __init__(self, name: str, folder: Path, settings: Mapping[str, JsonValue], first_step: int) -> None:
         self._wandb = wandb = importlib.import_module("wandb")
-        project = os.environ.get("WANDB_PROJECT", PROJECT)
-        self._run = wandb.init(project=project, name=name, config=dict(settings), dir=str(folder))
+        self._joined = wandb.run is not None
+        if self._joined:
+            self._run = wandb.run
+            self._run.config.update(dict(settings), allow_val_change=True)
+        else:
+            project = os.environ.get("WANDB_PROJECT", PROJECT)
+            self._run = wandb.init(project=project, name=name, config=dict(settings), dir=str(folder))
 
     def log(self, numbers: Numbers, step: int) -> None:
-        self._run.log(dict(numbers), step=step)
+        self._log(dict(numbers), step)
 
     def log_texts(self, texts: Texts, step: int) -> None:
         rows = [[step, name, text] for name, text in texts.items()]
-        self._run.log({"samples": self._wandb.Table(columns=["step", "sample", "text"], data=rows)}, step=step)
+        self._log({"samples": self._wandb.Table(columns=["step", "sample", "text"], data=rows)}, step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def _log(self, values: dict[str, object], step: int) -> None:
+        if self._joined:  # it drops what comes with a step before its own, and its owner counts that one
+            self._run.log(values | {"global_step": step})
+        else:
+            self._run.log(values, step=step)
+
+    def close(self, ended: Ended) -> None:
+        if not self._joined:
+            self._run.finish(exit_code={"finished": 0, "stopped": 255, "failed": 1}[ended])  # 255: its word for Ctrl-C
 
 
 class _Mlflow:
+    """A run of its own; or the one of MLFLOW_RUN_ID, whose parameters cannot be changed and stay as they are."""
+
     def __init__(self, name: str, folder: Path, settings: Mapping[str, JsonValue], first_step: int) -> None:
         self._mlflow = importlib.import_module("mlflow")
-        if "MLFLOW_EXPERIMENT_NAME" not in os.environ:
-            self._mlflow.set_experiment(PROJECT)
-        self._mlflow.start_run(run_name=name)
-        self._mlflow.log_params({key: str(value) for key, value in settings.items()})
+        where = None
+        if not MLFLOW_PLACES & os.environ.keys():  # not set_experiment, which holds for the whole process
+            found = self._mlflow.get_experiment_by_name(PROJECT)
+            where = found.experiment_id if found else self._mlflow.create_experiment(PROJECT)
+        known = self._mlflow.start_run(run_name=name, experiment_id=where).data.params
+        self._mlflow.log_params({key: str(value) for key, value in settings.items() if key not in known})
 
     def log(self, numbers: Numbers, step: int) -> None:
-        self._mlflow.log_metrics(dict(numbers), step=step)
+        self._mlflow.log_metrics({MLFLOW_REFUSED.sub("_", k): v for k, v in numbers.items()}, step=step)
 
     def log_texts(self, texts: Texts, step: int) -> None:
         for name, text in texts.items():
             self._mlflow.log_text(text, f"{name}/step-{step}.md")
 
-    def close(self) -> None:
-        self._mlflow.end_run()
+    def close(self, ended: Ended) -> None:
+        self._mlflow.end_run({"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[ended])
 
 
 MAKERS: dict[TrackerName, Callable[[str, Path, Mapping[str, JsonValue], int], Tracker]] = {
@@ -175,8 +197,9 @@ class Trackers:
     def __exit__(self, kind: object, error: BaseException | None, *where: object) -> None:
         at_once = isinstance(error, Stopped) and error.at_once
         deadline = time.monotonic() + (AT_ONCE_S if at_once else END_S)
+        ended: Ended = "finished" if error is None else "stopped" if isinstance(error, Stopped) else "failed"
         for worker in self._workers:
-            worker.end(deadline)
+            worker.end(deadline, ended)
         self._tell()
 
 
@@ -186,6 +209,7 @@ class _Worker:
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self.name, self.told, self._make = name, False, make
         self.failure: str | None = None
+        self._ended: Ended = "failed"
         self._queue: Queue[Callable[[Tracker], None] | None] = Queue(QUEUE_LINES)
         self._thread = threading.Thread(target=self._work, name=f"slideformer-{name}", daemon=True)
         self._thread.start()
@@ -197,8 +221,9 @@ class _Worker:
             except Full:
                 self.failure = f"it has not taken the last {QUEUE_LINES} lines"
 
-    def end(self, deadline: float) -> None:
+    def end(self, deadline: float, ended: Ended) -> None:
         """Let it finish what is queued, until the deadline (of time.monotonic)."""
+        self._ended = ended
         if self.failure is None:
             try:
                 self._queue.put(None, timeout=max(deadline - time.monotonic(), 0.0))
@@ -214,7 +239,7 @@ class _Worker:
             tracker = self._make()
             while (told := self._queue.get()) is not None and self.failure is None:
                 told(tracker)
-            tracker.close()
+            tracker.close(self._ended)
         except BaseException as error:  # SystemExit too: some packages leave so when a login fails
             lines = str(error).strip().splitlines()
             self.failure = f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
