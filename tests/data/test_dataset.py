@@ -81,6 +81,15 @@ def test_prompts_that_all_fill_max_length_are_an_error(codec, make_config, write
         load_dataset(make_config(str(path), max_length=32), codec)
 
 
+def test_a_prompt_that_fills_max_length_among_others_is_counted_and_left_out(codec, make_config, write_rows) -> None:
+    path = write_rows(*({"prompt": prompt, "completion": "y"} for prompt in ("a", "x" * 64, "b", "z" * 32)))
+    data = load_dataset(make_config(str(path), max_length=32), codec)
+    (report,) = data.reports
+    assert report.dropped == {Reason.NO_TARGET: Tally(2, ["2", "4"])}
+    assert "  left out, no target tokens left: 2 rows (2, 4)" in report.lines()
+    assert [sample.where for sample in data.train[0].samples] == [f"{path}:1", f"{path}:3"]
+
+
 def test_an_unknown_layout_lists_the_columns_found_and_the_layouts_accepted(codec, make_config, write_rows) -> None:
     path = write_rows({"question": "a", "answer": "b"})
     expected = re.escape(f"{path}:1: no layout fits its columns (question, answer): accepted are")
