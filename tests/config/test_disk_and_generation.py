@@ -62,6 +62,8 @@ def test_prompts_are_a_list_or_a_file(written, means) -> None:
             "offload_optimizer is nvme, but placement: resident keeps everything on the device",
         ),
         ({"offload_optimizer": "nvme", "offload_dir": "./model/"}, "offload_dir is the model's own folder"),
+        ({"output_dir": "a", "offload_dir": "./a"}, "output_dir a is in offload_dir ./a"),
+        ({"output_dir": "a/b", "offload_dir": "a"}, "output_dir a/b is in offload_dir a"),
         ({"max_disk_writes": "1TB"}, "max_disk_writes is given, but nothing lies on the disk"),
         ({"max_disk_writes": 5}, "found 5, which is no size"),
         ({"disk_tbw": 0}, "greater than 0"),

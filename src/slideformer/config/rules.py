@@ -173,6 +173,11 @@ def _of_the_disk(config: TrainConfig) -> list[tuple[bool, str]]:
             bool(used) and _same(config.offload_dir, config.model_name_or_path),
             f"offload_dir is the model's own folder, {config.offload_dir}: choose another",
         ),
+        (
+            config.offload_dir is not None and _within(config.output_dir, config.offload_dir),
+            f"output_dir {config.output_dir} is in offload_dir {config.offload_dir}, whose files go at the end: choose "
+            + "another folder for one of them",
+        ),
     ]
 
 
@@ -191,3 +196,8 @@ def _of_generation(config: GenerationSettings) -> list[tuple[bool, str]]:
 
 def _same(path: str | None, other: str) -> bool:
     return bool(path and other) and abspath(path) == abspath(other)
+
+
+def _within(path: str, folder: str) -> bool:
+    """The path is the folder, or in it."""
+    return (abspath(path) + "/").startswith(abspath(folder).rstrip("/") + "/")

@@ -163,8 +163,8 @@ def _advice(options: EngineOptions, excess_nbytes: Callable[[EngineOptions], int
     if excess > 0:
         disk = "" if options.offload_dir else "give offload_dir, a folder on a fast disk, "
         return (
-            f"With every setting at its smallest it is still {size(excess)} too much: {disk}use a smaller model, freeze "
-            "parameters, or take a machine with more memory"
+            f"With every setting at its smallest it is still {size(excess)} too much: {disk}use a smaller model, "
+            "freeze parameters, or take a machine with more memory"
         )
     for fields in _TOGETHER:  # some early change may not be needed after a later, larger one
         kept = replace(changed, **{f: getattr(options, f) for f in fields})

@@ -145,6 +145,10 @@ def _others(path: Path) -> str | None:
         os.close(lock)
 
 
+OWN_NAMES = frozenset((LOCK_NAME, "weight", "residual", "exp_avg", "exp_avg_sq", "saved", "rates"))
+"""What runs leave in such a folder."""
+
+
 def _holder(lock: int) -> str:
     try:
         told = json.loads(os.pread(lock, 4096, 0))
@@ -162,7 +166,11 @@ def _leftovers(path: Path, names: list[str], holder: str) -> str:
             continue
         nbytes, newest = nbytes + status.st_blocks * 512, max(newest, status.st_mtime)
     when = datetime.fromtimestamp(newest).strftime("%Y-%m-%d %H:%M")
+    others = sorted(set(names) - OWN_NAMES)
+    what = (
+        f"{', '.join(sorted(OWN_NAMES & set(names)))} there, and leave what else is in it" if others else "the folder"
+    )
     return (
         f"offload_dir {path} holds {nbytes / 2**30:.2f} GiB of a run that was killed or kept its files ({holder}, last "
-        f"written {when}): nothing can go on from them, remove the folder, or choose another"
+        f"written {when}): nothing goes on from them (a checkpoint has its own), remove {what}, or choose another"
     )

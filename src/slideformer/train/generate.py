@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from slideformer.model.sampling import Sampling
 from slideformer.schedule import LaneName
 from slideformer.train import checkpoint
 from slideformer.train.export import Source, find_source
+
+log = logging.getLogger(__name__)
 
 TILE_NUMEL = 1 << 26
 """Nothing is updated, so a tile is only what crosses at once. Small ones cost more than they bring: with eight times as
@@ -125,6 +128,15 @@ def open_generator(request: GenerateRequest, words: Sequence[Words], max_new_tok
         if source is None:
             weights.check(folder, decoder.layout, names=decoder.names)
         lengths = [len(prompt.ids) for prompt in prompts]
+        most = getattr(model_config, "max_position_embeddings", None)
+        if most is not None and max(lengths) + max_new_tokens > most:
+            log.warning(
+                "the model was made for %d positions, and a prompt of %d tokens with %d new ones is longer: what comes "
+                "after them means little; lower --max-new-tokens or shorten the prompt",
+                most,
+                max(lengths),
+                max_new_tokens,
+            )
         with GenerationEngine(
             decoder, device, request.options, prompt_lengths=lengths, max_new_tokens=max_new_tokens
         ) as engine:
