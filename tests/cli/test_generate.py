@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,17 @@ def test_the_text_is_that_of_the_models_own_generate(slideformer, toy) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == own_text(toy / "model", "3+4 =") + "\n"
     assert "6 tokens in" in done.stderr and "tokens/s" in done.stderr and "a pass" in done.stderr
+
+
+def test_text_beyond_the_models_positions_is_warned_of(slideformer, toy, tmp_path, caplog) -> None:
+    folder = tmp_path / "short"
+    shutil.copytree(toy / "model", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8}))
+    assert slideformer("generate", toy / "model", "--raw", "-p", "3+4 =", *QUICK).returncode == 0
+    assert "positions" not in caplog.text
+    assert slideformer("generate", folder, "--raw", "-p", "3+4 =", *QUICK).returncode == 0
+    assert "the model was made for 8 positions, and a prompt of 5 tokens with 6 new ones is longer" in caplog.text
 
 
 def test_several_prompts_come_back_in_their_order_and_in_json(slideformer, toy, tmp_path) -> None:

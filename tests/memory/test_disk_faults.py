@@ -301,11 +301,15 @@ def test_what_a_killed_run_left_is_told_and_not_touched(other_run: int, tmp_path
     os.waitid(os.P_PID, other_run, os.WEXITED | os.WNOWAIT)
     text = (
         r"offload_dir .*/d holds 0\.00 GiB of a run that was killed or kept its files "
-        rf"\(process {other_run} on \S+ since \S+, last written \d{{4}}-\d\d-\d\d \d\d:\d\d\): "
-        "nothing can go on from them, remove the folder, or choose another"
+        rf"\(process {other_run} on \S+ since \S+, last written \d{{{{4}}}}-\d\d-\d\d \d\d:\d\d\): "
+        r"nothing goes on from them \(a checkpoint has its own\), remove {}, or choose another"
     )
-    with pytest.raises(BadInput, match=text):
+    with pytest.raises(BadInput, match=text.format(r"slideformer\.lock there, and leave what else is in it")):
         DiskFolder(tmp_path / "d")
+    (tmp_path / "d" / "a").rename(tmp_path / "d" / "exp_avg")
+    with pytest.raises(BadInput, match=text.format("the folder")):
+        DiskFolder(tmp_path / "d")
+    (tmp_path / "d" / "exp_avg").rename(tmp_path / "d" / "a")
     assert (tmp_path / "d" / "a").exists()
 
 

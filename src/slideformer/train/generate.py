@@ -114,6 +114,8 @@ def open_generator(request: GenerateRequest, words: Sequence[Words], max_new_tok
     model_config = read_config(folder)
     codec = load_tokenizer(folder)
     prompts = encode_prompts(words, codec, chat=request.chat, system=request.system)
+    lengths = [len(prompt.ids) for prompt in prompts]
+    _warn_of_length(getattr(model_config, "max_position_embeddings", None), max(lengths), max_new_tokens)
     check_parity(model_config, disable_dropout=True)
     with open_device(request.device) as device:
         dtype = DTYPES[request.dtype] or (torch.bfloat16 if device.kind == "cuda" else torch.float32)
@@ -127,16 +129,6 @@ def open_generator(request: GenerateRequest, words: Sequence[Words], max_new_tok
         )
         if source is None:
             weights.check(folder, decoder.layout, names=decoder.names)
-        lengths = [len(prompt.ids) for prompt in prompts]
-        most = getattr(model_config, "max_position_embeddings", None)
-        if most is not None and max(lengths) + max_new_tokens > most:
-            log.warning(
-                "the model was made for %d positions, and a prompt of %d tokens with %d new ones is longer: what comes "
-                "after them means little; lower --max-new-tokens or shorten the prompt",
-                most,
-                max(lengths),
-                max_new_tokens,
-            )
         with GenerationEngine(
             decoder, device, request.options, prompt_lengths=lengths, max_new_tokens=max_new_tokens
         ) as engine:
@@ -145,6 +137,17 @@ def open_generator(request: GenerateRequest, words: Sequence[Words], max_new_tok
             else:
                 _copy(source, engine)
             yield Generator(engine, codec, prompts)
+
+
+def _warn_of_length(most: int | None, longest: int, max_new_tokens: int) -> None:
+    if most is not None and longest + max_new_tokens > most:
+        log.warning(
+            "the model was made for %d positions, and a prompt of %d tokens with %d new ones is longer: what comes "
+            "after them means little; lower --max-new-tokens or shorten the prompt",
+            most,
+            longest,
+            max_new_tokens,
+        )
 
 
 def _copy(source: Source, engine: GenerationEngine) -> None:
