@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 import re
@@ -144,6 +145,7 @@ def warm_up() -> None:
         engine.step(tiny_batch(), lr=1e-3).wait()
     for _, _, values in random_weights(decoder.layout):
         values.clone()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free and still resident would be taken again without growing
 
 
 # what does not fit

@@ -218,6 +218,9 @@ class Engine:
     def _submit(self, plan: Plan, run: Run) -> StepResult:
         if self._closed:
             raise RunFailed("the engine is closed: build another one")
+        if self._generation is not None and not self._generation.usable:
+            self.executor.wait_idle()  # its lanes are these, and may be at work for it in slots that are lent to it
+            self._generation = None
         self.state.flush()
         self.executor.submit(plan, run)
         return StepResult(plan, run)
@@ -250,9 +253,7 @@ class Engine:
             if not self.executor.interrupted and (failure is None or not failure.heard):
                 self.executor.synchronize()
         finally:
-            self.executor.wait_idle()  # what has failed may still be at work in other lanes
-            if self._generation is not None:
-                self._generation.executor.wait_idle()
+            self.executor.wait_idle()  # what has failed may still be at work in other lanes, also for a generation
             if self._own_kernels:
                 self.kernels.close()
             if self.folder is not None:

@@ -61,7 +61,10 @@ def heeding_signals(work: Callable[[], int]) -> int:
             failed.append(error)
 
     thread = threading.Thread(target=run, name="disk-move", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads: better deaf than not at all
+        return work()
     thread.join()
     if failed:
         raise failed[0]
