@@ -8,9 +8,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+import typer
 
 from cli.conftest import slideformer  # noqa: F401 a fixture
 from slideformer.cli.config_file import load_config
+from slideformer.config import TrainConfig
 from train.toy import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -229,3 +231,14 @@ def test_every_command_in_the_docs_is_one() -> None:
         ]:
             assert words[0] in names, (page, words)
             assert words[0] != "config" or words[1] in config_names, (page, words)
+            for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+                assert flag in flags_of(app, config_app, words), (page, words)
+
+
+def flags_of(app: typer.Typer, config_app: typer.Typer, words: list[str]) -> set[str]:
+    """What may stand behind a command: its own options, and every setting where it takes a config."""
+    group, name = (config_app, words[1]) if words[0] == "config" else (app, words[0])
+    command = typer.main.get_command(group).commands[name]
+    own = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    settings = {key for field in TrainConfig.model_fields for key in (f"--{field}", f"--{field.replace('_', '-')}")}
+    return own | {"--help"} | (settings if any(p.name == "settings" for p in command.params) else set())
