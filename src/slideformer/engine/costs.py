@@ -152,8 +152,7 @@ def disk_traffic(plan: Plan, layout: Layout, shape: BatchShape) -> tuple[int, in
     """Bytes that a step reads from disk and writes to it."""
     moved = {True: 0, False: 0}
     for op in plan.ops:
-        if op.lane in DISK_LANES:
-            moved[op.lane in (LaneName.DISK_WRITE, LaneName.DISK_SPILL)] += _stored_nbytes(op, layout, shape)
+        moved[op.lane in (LaneName.DISK_WRITE, LaneName.DISK_SPILL)] += _stored_nbytes(op, layout, shape)
     return moved[False], moved[True]
 
 

@@ -6,7 +6,6 @@ done, so that a caller who submits the next step before asking for this one's lo
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,8 +34,6 @@ from slideformer.model.decoder import Decoder
 from slideformer.model.sampling import Sampling
 from slideformer.native import HostKernels, available_cpus, load
 from slideformer.schedule import Plan, build_evaluation, build_step, prove
-
-log = logging.getLogger(__name__)
 
 
 class Engine:

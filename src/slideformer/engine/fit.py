@@ -54,12 +54,11 @@ def budget_of(
     return found
 
 
-def host_room(options: EngineOptions) -> Limit:
+def host_room(max_host_memory: int | None) -> Limit:
     """What the run may take on the host, and who says so: the config, or the machine with what is in use already."""
     machine = host_limit()
     left = Limit(max(machine.nbytes - resident_nbytes(), 0), f"{machine.name} that this process does not use yet")
-    given = options.max_host_memory
-    return left if given is None else min(Limit(given, "max_host_memory"), left)
+    return left if max_host_memory is None else min(Limit(max_host_memory, "max_host_memory"), left)
 
 
 def require_fit(
@@ -89,7 +88,7 @@ def require_fit(
     limits = [] if options.max_gpu_memory is None else [Limit(options.max_gpu_memory, "max_gpu_memory")]
     limits += [] if free_nbytes is None else [Limit(free_nbytes, "memory that is free on the GPU")]
     device = min(limits, default=None)
-    host = Limit(options.max_host_memory or 0, "max_host_memory") if elsewhere else host_room(options)
+    host = Limit(options.max_host_memory or 0, "max_host_memory") if elsewhere else host_room(options.max_host_memory)
 
     def excess_nbytes(trial: EngineOptions) -> int:
         share = (trial.micro_batch_size * trial.max_length) / (options.micro_batch_size * options.max_length)

@@ -13,6 +13,7 @@ import torch
 
 from slideformer.device import Device
 from slideformer.engine.costs import ASSUMED, assumed
+from slideformer.engine.fit import host_room
 from slideformer.engine.generation import Generated, Generation, Told, listed_passes, pass_options, shape_of
 from slideformer.engine.pass_costs import predicted_pass_s
 from slideformer.engine.placement import MARGIN
@@ -20,7 +21,7 @@ from slideformer.engine.probe import held_by_library_nbytes
 from slideformer.engine.rates import DUPLEX, link_rate
 from slideformer.errors import BadInput
 from slideformer.layout import Layout, UnitKind
-from slideformer.memory import Budget, Limit, State, home_nbytes, host_limit, resident_nbytes
+from slideformer.memory import Budget, Limit, State, home_nbytes
 from slideformer.memory.passes import PassShape, pass_budget, pass_needs
 from slideformer.model.decoder import Decoder
 from slideformer.model.sampling import Sampling
@@ -135,10 +136,7 @@ class _Fit:
         limits = [] if given is None or free is None else [given]
         limits += [] if free is None else [Limit(free, "memory that is free on the GPU")]
         self.device_limit = min(limits, default=None)
-        machine = host_limit()
-        left = Limit(max(machine.nbytes - resident_nbytes(), 0), f"{machine.name} that this process does not use yet")
-        named = None if options.max_host_memory is None else Limit(options.max_host_memory, "max_host_memory")
-        self.host_limit = left if named is None else min(named, left)
+        self.host_limit = host_room(options.max_host_memory)
         self._library_nbytes = 2 * held_by_library_nbytes(decoder, device) if device.kind == "cuda" else 0
 
     def choose(self, prompt_lengths: Sequence[int], max_new_tokens: int) -> tuple[PassShape, PassOptions]:

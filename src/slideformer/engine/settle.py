@@ -35,7 +35,8 @@ class Settled:
 def settle(options: EngineOptions, decoder: Decoder, device: Device, kernels: HostKernels) -> Settled:
     """Raises BadInput, and DoesNotFit where there is no room for it."""
     if device.kind == "cpu":
-        chosen = with_disk(_streamed(options, decoder), decoder, device.kind, None, host_room(options).nbytes)
+        host_nbytes = host_room(options.max_host_memory).nbytes
+        chosen = with_disk(_streamed(options, decoder), decoder, device.kind, None, host_nbytes)
         return Settled(chosen, _fitting(chosen, decoder, device.kind, None, None), None)
     if options.max_gpu_memory is not None:
         device.limit_memory(options.max_gpu_memory)
@@ -43,7 +44,7 @@ def settle(options: EngineOptions, decoder: Decoder, device: Device, kernels: Ho
     limits = [n for n in (free_nbytes, options.max_gpu_memory) if n is not None]
     costs = probe(decoder, device, options, kernels)
     room = Room(decoder.layout, options, costs, decoder.hidden_size, decoder.dtype, min(limits))
-    chosen = with_disk(place(room), decoder, device.kind, costs, host_room(options).nbytes)
+    chosen = with_disk(place(room), decoder, device.kind, costs, host_room(options.max_host_memory).nbytes)
     budget = _fitting(chosen, decoder, device.kind, costs, free_nbytes)
     if chosen.ahead == "auto":
         chosen = replace(chosen, ahead=auto_ahead(decoder.layout, chosen, budget, costs))

@@ -246,7 +246,7 @@ class State:
 
     def part(self, unit: int, plane: PlaneName, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of one plane of the unit's current state, as far as it goes: [n], on the host, not to
-        be written to. No copy of what lies there. Blocks; raises DiskFault."""
+        be written to: a copy only of what is not there. Blocks; raises DiskFault."""
         if (plane, unit) in self._disk and self.stored is not None:
             return self.stored.part(plane, unit, start, stop)
         tensor: torch.Tensor = getattr(self._current(unit), plane)

@@ -73,7 +73,7 @@ class _Open:
 
 
 class Stored:
-    """Planes of units in files. Between steps only, but for `tile` and `part`."""
+    """Planes of units in files. `put` is for between steps; `part` and `flush` may come while one runs."""
 
     def __init__(
         self, folder: DiskFolder, layout: Layout, disk: Sequence[tuple[str, int]], *, keep_residual: bool

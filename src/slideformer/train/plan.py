@@ -224,7 +224,7 @@ def plan_run(
 def _settled(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str) -> EngineOptions:
     """What the engine decides by the room there is, decided by max_gpu_memory alone: no device is asked here."""
     beside = costs if kind == "cuda" else None
-    host_nbytes = options.max_host_memory or host_room(options).nbytes
+    host_nbytes = options.max_host_memory or host_room(options.max_host_memory).nbytes
     return with_disk(_placed(options, decoder, costs, kind), decoder, kind, beside, host_nbytes)
 
 
