@@ -4,8 +4,7 @@
 
 Steps of a streamed model with random weights, clipped. "stall" is how much longer the steps took that had a save,
 "held" for how long updates waited for the copy of their unit; shares are of the time that plain writes and flushes of
-the same files take, measured right after. Prints one
-JSON line.
+the same files take, measured right after. Prints one JSON line, and each round's seconds on stderr.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from pathlib import Path
 import torch
 
 from lines import new_run, shared, write
-from shapes import random_tokens, random_weight, shape
+from pool import fill_alike
+from shapes import random_tokens, shape
 from slideformer.config import TrainConfig
 from slideformer.data.batches import MicroBatch
 from slideformer.device import open_device
@@ -52,11 +52,7 @@ def main() -> None:
         decoder = Decoder(config, dtype=dtype, tile_numel=16 << 20, device=device.torch_device)
         options = EngineOptions(micro_batch_size=args.batch, max_length=args.seq, resident=())
         with Engine(decoder, device, options) as engine:
-            for index, unit in enumerate(decoder.layout.units):
-                for param in unit.params:
-                    engine.write(
-                        index, unit.offsets[param.name], random_weight(param.name, param.shape, "cpu").flatten()
-                    )
+            fill_alike(engine)
             line = {
                 **shared("checkpoint", new_run(), sys.argv),
                 "shape": args.shape,
@@ -124,6 +120,7 @@ def measure(engine: Engine, args: argparse.Namespace) -> dict[str, object]:
         newest = numbered(folder)[0][1]
         nbytes = sum(path.stat().st_size for path in newest.iterdir())
         found["plain_s"].append(plain(newest, folder / "plain"))
+        print({name: round(values[-1], 2) for name, values in found.items()}, file=sys.stderr, flush=True)
     for _, path in numbered(folder):
         shutil.rmtree(path)
     medians = {name: statistics.median(values) for name, values in found.items()}

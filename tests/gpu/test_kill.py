@@ -26,7 +26,7 @@ from data.byte_tokenizer import make_codec  # noqa: E402
 from shapes import shape  # noqa: E402
 from slideformer.train import checkpoint, retention  # noqa: E402
 
-STEPS = 6
+STEPS = 4
 PROGRAM = """
 import torch
 torch.use_deterministic_algorithms(True)
