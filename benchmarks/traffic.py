@@ -11,14 +11,19 @@ import json
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from slideformer.native import Planes
+    from slideformer.schedule import Op
 
 UP_LANES, DOWN_LANES = ("upload", "fetch"), ("download", "spill")
 
@@ -130,22 +135,44 @@ def _counted_joins(moved: Counter[str]) -> Iterator[None]:
             kind.join = function
 
 
+Where = tuple[int, int, int]
+"""Unit, tile, and bytes from its start; of a tile that nobody knows, -1, -1 and the address."""
+
+
 class UpdateCount:
-    """Parameters that were updated, each counted once however often its state was written."""
+    """Parameters that were updated, each counted once however often its state was written.
+
+    They are told apart by the tile that the engine has in hand and where they are in it, since tiles that come from
+    disk take turns in one place; and where nobody says which tile it is, by their address.
+    """
 
     def __init__(self) -> None:
-        self._tiles: dict[int, int] = {}
-        self._rows: dict[int, tuple[torch.Tensor, int]] = {}
+        self._tiles: dict[Where, int] = {}
+        self._rows: dict[Where, tuple[torch.Tensor, int]] = {}
+        self._in_hand = threading.local()
         self.others = 0
 
     def tile(self, weight: torch.Tensor) -> None:
-        self._tiles[weight.data_ptr()] = weight.numel()
+        self._tiles[self._where(weight)] = weight.numel()
 
     def rows(self, weight: torch.Tensor, rows: torch.Tensor) -> None:
         seen, _ = self._rows.setdefault(
-            weight.data_ptr(), (torch.zeros(weight.shape[0], dtype=torch.bool), weight.shape[1])
+            self._where(weight), (torch.zeros(weight.shape[0], dtype=torch.bool), weight.shape[1])
         )
         seen[rows] = True
+
+    @contextmanager
+    def of_tile(self, unit: int, tile: int, weight: torch.Tensor) -> Iterator[None]:
+        """What this thread updates inside is part of this tile. weight: all of it."""
+        self._in_hand.tile = (unit, tile, weight.data_ptr())
+        try:
+            yield
+        finally:
+            del self._in_hand.tile
+
+    def _where(self, weight: torch.Tensor) -> Where:
+        unit, tile, start = getattr(self._in_hand, "tile", (-1, -1, 0))
+        return unit, tile, weight.data_ptr() - start
 
     @property
     def numel(self) -> int:
@@ -184,10 +211,33 @@ def our_updates(kernels: object) -> Iterator[UpdateCount]:
 
     kernels.update, kernels.update_rows = counted, counted_rows
     try:
-        with _device_updates(count):
+        with _tiles_in_hand(count), _device_updates(count):
             yield count
     finally:
         del kernels.update, kernels.update_rows
+
+
+@contextmanager
+def _tiles_in_hand(count: UpdateCount) -> Iterator[None]:
+    """The engine's update lane says which tile it gives to the kernels."""
+    from slideformer.engine.updates import Updates
+
+    plain = {name: getattr(Updates, name) for name in ("_tile", "_some_rows")}
+
+    def told(method: Callable[..., None]) -> Callable[..., None]:
+        def call(updates: Updates, op: Op, planes: Planes, *args: object, **kwargs: object) -> None:
+            with count.of_tile(op.unit, op.tile, planes.weight):
+                method(updates, op, planes, *args, **kwargs)
+
+        return call
+
+    for name, method in plain.items():
+        setattr(Updates, name, told(method))
+    try:
+        yield
+    finally:
+        for name, method in plain.items():
+            setattr(Updates, name, method)
 
 
 @contextmanager

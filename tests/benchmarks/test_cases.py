@@ -55,6 +55,7 @@ def test_a_step_on_disk_reads_and_writes_the_bytes_of_its_plan(line, tmp_path, s
     found = line("ours-streamed", **SPILLED, offload=shares, offload_dir=str(tmp_path / "disk"))
     read, written = found["disk_bytes"]
     assert [read, written] == found["plan_disk_bytes"]
+    assert found["params_updated"] == found["params"], "however many tiles of it take turns in one place"
     least = 8 * shares["optimizer"] * found["params"]
     assert 0.9 * least <= written <= read and found["disk_gib"] > 0
     assert line("ours-streamed")["disk_bytes"] == [0, 0]
