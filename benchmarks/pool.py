@@ -1,4 +1,5 @@
-"""Engines that are ready soon: host memory that they take one after another, and weights that are drawn once.
+"""Engines that are ready soon: host memory that they take one after another, weights without a second pass over them,
+and one measurement of the machine for all that run the same blocks.
 
 Touching memory takes longer than all else. While a `HostPool` is open, arenas are parts of one mapping. Each engine
 must be gone before `reset`.
@@ -8,12 +9,21 @@ from __future__ import annotations
 
 import mmap
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
+import slideformer.engine.ahead as ahead
+import slideformer.engine.fit as fit
+import slideformer.engine.settle as settle
 import slideformer.memory.host as host
-from shapes import random_weight
-from slideformer.engine import Engine
+from shapes import random_pieces, random_weight
+from slideformer.device import Device
+from slideformer.engine import Engine, EngineOptions
+from slideformer.engine.costs import Costs
+from slideformer.model.decoder import Decoder
+from slideformer.native import HostKernels
 
 PAGE = 4096
 
@@ -21,40 +31,99 @@ STATE_NBYTES = 12.5
 """Bytes of host memory a parameter: the state, and some for what lies beside it."""
 
 
+ALIKE = 0.02
+"""Limits of a device's memory that differ by less are one: what is free on it varies a little."""
+
+
 class HostPool:
-    """Stands where memory/host.py has its mmap module; what exceeds the pool is mapped as ever."""
+    """Stands where memory/host.py has its mmap module; what exceeds the pool is mapped as ever. What the pool has
+    touched and no engine holds counts as memory that the process does not use."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._view = memoryview(b"")
-        self._used = 0
+        self._used = self._touched = 0
 
     def reset(self, nbytes: int) -> None:
         """Nothing is taken, and there is room for so many bytes."""
         self._used = 0
         if nbytes > self._bytes.numel():
-            self._bytes, self._view = torch.empty(0, dtype=torch.uint8), memoryview(b"")  # the old one goes first
+            self.free()
             memory = mmap.mmap(-1, nbytes)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._view = memoryview(memory)
             self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
+    def free(self) -> None:
+        """Give the memory back."""
+        self._used = self._touched = 0
+        self._bytes, self._view = torch.empty(0, dtype=torch.uint8), memoryview(b"")
+
     def mmap(self, fileno: int, nbytes: int) -> object:
         """The next bytes, zero; touched by many threads at once."""
         start, end = self._used, self._used + -(-nbytes // PAGE) * PAGE
         if end > self._bytes.numel():
             return mmap.mmap(fileno, nbytes)
-        self._used = end
+        self._used, self._touched = end, max(end, self._touched)
         self._bytes[start:end].zero_()
         return self._view[start : start + nbytes]
 
+    def resident_nbytes(self) -> int:
+        """What the process takes, without what the pool could hand out again."""
+        return max(self._resident_nbytes() - (self._touched - self._used), 0)
+
     def __enter__(self) -> HostPool:
         self._before, host.mmap = host.mmap, self
+        self._resident_nbytes = fit.resident_nbytes
+        fit.resident_nbytes = ahead.resident_nbytes = self.resident_nbytes
         return self
 
     def __exit__(self, *exc: object) -> None:
         host.mmap = self._before
+        fit.resident_nbytes = ahead.resident_nbytes = self._resident_nbytes
+        self.free()
+
+
+@contextmanager
+def measured_once() -> Iterator[None]:
+    """Engines with the same blocks and micro-batch share what is measured before the first of them.
+
+    Where the device's limit is higher the same costs hold, if the whole head had room; where it is lower they are
+    measured again.
+    """
+    found: dict[tuple[object, ...], list[tuple[int, Costs]]] = {}
+    probe = settle.probe
+
+    def cached(decoder: Decoder, device: Device, options: EngineOptions, kernels: HostKernels) -> Costs:
+        units = tuple(tuple((p.shape, p.trainable) for p in unit.params) for unit in decoder.layout.units)
+        kinds = tuple(decoder.block_kind(i) for i in range(len(decoder.layout.blocks)))
+        key = (units, kinds, str(decoder.kernels), options.micro_batch_size, options.max_length, kernels.threads)
+        limit = options.max_gpu_memory or device.free_nbytes() or 0
+        known = found.setdefault(key, [])
+        for least, costs in known:
+            if abs(limit - least) <= ALIKE * least or (limit > least and costs.whole_head):
+                return costs
+        known.append((limit, probe(decoder, device, options, kernels)))
+        return known[-1][1]
+
+    settle.probe = cached
+    try:
+        yield
+    finally:
+        settle.probe = probe
+
+
+def fill(engine: Engine) -> None:
+    """The weights of every case, drawn by name. They are bf16, so the residuals are zero."""
+    put = engine.state.restore
+    for index, unit in enumerate(engine.layout.units):
+        for param in unit.params:
+            offset = unit.offsets[param.name]
+            for piece in random_pieces(param.name, param.shape, engine.device.torch_device):
+                put(index, "weight", offset, piece.cpu())
+                put(index, "residual", offset, torch.zeros(piece.numel(), dtype=torch.int16))
+                offset += piece.numel()
 
 
 def fill_alike(engine: Engine) -> None:

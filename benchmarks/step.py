@@ -60,7 +60,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpu-limit", type=float, help="GiB, for ours; ours-auto-24 has its own")
     parser.add_argument("--limit-all", action="store_true", help="the limit holds for every case")
     parser.add_argument(
-        "--max-grad-norm", type=float, default=1.0, help="of cases that clip: ours :deferred, others :clip"
+        "--max-grad-norm",
+        type=float,
+        default=1.0,
+        help="of cases that clip: ours :deferred, others :clip; :deferred=0.1 has its own",
     )
     parser.add_argument("--cpu-threads", type=int)
     parser.add_argument("--no-liger", action="store_true", help="plain transformers blocks, but for ours")
@@ -134,7 +137,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         steps=args.steps,
         warmup=args.warmup,
         update=name.update,
-        max_grad_norm=args.max_grad_norm if name.clips else 0.0,
+        max_grad_norm=(name.max_grad_norm or args.max_grad_norm) if name.clips else 0.0,
         gpu_limit_gib=name.gpu_limit_gib or (args.gpu_limit if limited else None),
         device=args.device,
         cpu_threads=args.cpu_threads,

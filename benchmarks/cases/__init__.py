@@ -6,6 +6,7 @@ tokens from `shapes.py`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -73,17 +74,20 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class CaseName:
-    """`ours-auto-24:eager` or `fsdp2:clip` in parts: the case, the GiB that end its name, what follows the colon."""
+    """`ours-auto-24:eager`, `fsdp2:clip` or `ours-streamed:deferred=0.1` in parts: the case, the GiB that end its name,
+    what follows the colon, and the norm that it clips to (None: the call's)."""
 
     case: str
     gpu_limit_gib: float | None
     update: str | None
     clips: bool
+    max_grad_norm: float | None = None
 
 
 def parse_case(text: str) -> CaseName:
     """Raises SystemExit for a case that nobody knows."""
-    name, _, suffix = text.partition(":")
+    name, _, program = text.partition(":")
+    suffix, equals, norm = program.partition("=")
     found = re.fullmatch(r"(ours-\w+?)-(\d+(?:\.\d+)?)", name)
     case, limit = (found[1], float(found[2])) if found else (name, None)
     if case not in MODULES:
@@ -94,9 +98,19 @@ def parse_case(text: str) -> CaseName:
         raise SystemExit(
             f"case is {text!r}: after {name} may follow {' or '.join(f':{a}' for a in allowed if a) or 'nothing'}"
         )
-    if ours:
-        return CaseName(case, limit, suffix or "eager", suffix == "deferred")
-    return CaseName(case, limit, None, suffix == "clip")
+    clips = suffix in ("deferred", "clip")
+    if equals and not (clips and _is_norm(norm)):
+        raise SystemExit(
+            f"case is {text!r}: = is for a norm above 0 that a case clips to, as in ours-streamed:deferred=0.1"
+        )
+    return CaseName(case, limit, (suffix or "eager") if ours else None, clips, float(norm) if equals else None)
+
+
+def _is_norm(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
 
 
 def missing(settings: Settings) -> str | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from cases import NotHere, Settings
+from lanes import Sizes, dram_gbps, parts_s
 from lines import GIB, host_peak_gib, spread
 from shapes import random_pieces, random_tokens, shape
 from slideformer.data.batches import MicroBatch
@@ -121,6 +122,8 @@ def _steps(engine: Engine, device: Device, settings: Settings) -> dict[str, obje
     took = [b - a for a, b in zip(times, times[1:], strict=False)][settings.warmup - 1 :]
     if settings.trace:
         _write_trace(settings, results[-3:])
+    sizes = _sizes(engine, batches[-1])
+    timelines = [result.timeline() for result in results[-3:]]
     engine.synchronize()
     disk_before = engine.disk_traffic
     memory = _memory(engine, device)  # before a step is counted: reading the driver's record takes host memory
@@ -132,8 +135,10 @@ def _steps(engine: Engine, device: Device, settings: Settings) -> dict[str, obje
         "grad_norm": [round(norm, 4) for norm in norms],
         "step_s": spread(took),
         "busy": _busy(results, times),
+        "parts_s": parts_s(timelines, sizes),
+        "dram_gbps": dram_gbps(timelines, sizes),
         "bytes": {"up": traffic.up, "down": traffic.down},
-        "plan_bytes": _planned(engine, batches[-1]),
+        "plan_bytes": _planned(engine, sizes),
         "disk_bytes": [now - then for now, then in zip(engine.disk_traffic, disk_before, strict=True)],
         "plan_disk_bytes": list(_planned_on_disk(engine)),
         "params_updated": count.numel,
@@ -175,27 +180,18 @@ def _memory(engine: Engine, device: Device) -> dict[str, object]:
     }
 
 
-def _planned(engine: Engine, batch: list[MicroBatch]) -> dict[str, int]:
+def _sizes(engine: Engine, batch: list[MicroBatch]) -> Sizes:
+    itemsize, width = engine.decoder.dtype.itemsize, engine.decoder.hidden_size
+    rows = torch.cat([micro.input_ids.flatten() for micro in batch]).unique().numel()
+    return Sizes(engine.layout, itemsize, rows, max(micro.input_ids.numel() for micro in batch) * width * itemsize)
+
+
+def _planned(engine: Engine, sizes: Sizes) -> dict[str, int]:
     """Bytes that the ops of a step move over the link, by the layout. Words of a few bytes (norms, the loss) and the
     token ids are left out."""
-    layout, itemsize, width = engine.layout, engine.decoder.dtype.itemsize, engine.decoder.hidden_size
-    rows = torch.cat([micro.input_ids.flatten() for micro in batch]).unique().numel() * width * itemsize
-    hidden = max(micro.input_ids.numel() for micro in batch) * width * itemsize
-    up = down = 0
-    for op in engine.plan.ops:
-        if op.kind is OpKind.UPLOAD:
-            up += layout.tiles(op.unit)[op.tile].numel * itemsize
-        elif op.kind is OpKind.DOWNLOAD:
-            down += layout.tiles(op.unit, trained=True)[op.tile].numel * itemsize
-        elif op.kind is OpKind.UPLOAD_ROWS:
-            up += rows
-        elif op.kind is OpKind.DOWNLOAD_ROWS:
-            down += rows
-        elif op.kind is OpKind.FETCH:
-            up += hidden
-        elif op.kind is OpKind.SPILL:
-            down += hidden
-    return {"up": up, "down": down}
+    up = (OpKind.UPLOAD, OpKind.UPLOAD_ROWS, OpKind.FETCH)
+    moved = [(op.kind in up, sizes.copied_nbytes(op)) for op in engine.plan.ops]
+    return {"up": sum(n for is_up, n in moved if is_up), "down": sum(n for is_up, n in moved if not is_up)}
 
 
 def _planned_on_disk(engine: Engine) -> tuple[int, int]:

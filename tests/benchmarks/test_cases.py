@@ -98,7 +98,10 @@ def test_case_names():
     assert (name.case, name.gpu_limit_gib, name.update, name.clips) == ("ours-auto", 24.5, "deferred", True)
     assert parse_case("ours-streamed").update == "eager"
     assert parse_case("fsdp2:clip").clips and not parse_case("fsdp2").clips
-    for wrong in ("ours-streamed:clip", "fsdp2:eager", "stock-fwd-bwd:clip", "fsdp3", "ours-auto-"):
+    assert parse_case("ours-streamed:deferred=1e9").max_grad_norm == 1e9 and name.max_grad_norm is None
+    assert parse_case("fsdp2:clip=0.5").clips
+    wrong_norms = ("ours-streamed:eager=1", "fsdp2:clip=", "fsdp2:clip=0", "fsdp2:clip=nan", "ours-streamed:deferred=x")
+    for wrong in (*wrong_norms, "ours-streamed:clip", "fsdp2:eager", "stock-fwd-bwd:clip", "fsdp3", "ours-auto-"):
         with pytest.raises(SystemExit, match="case is"):
             parse_case(wrong)
     assert set(MODULES) >= {"stock-resident", "ours-streamed", "fsdp2", "deepspeed-zero2", "trainstream", "megatrain"}

@@ -9,6 +9,7 @@ import pytest
 
 from flops import model_flops
 from report import report, sift, table
+from rules import name_of
 from shapes import shape
 from targets import targets
 
@@ -183,3 +184,26 @@ def test_streaming_may_cost_a_twentieth_of_the_ceilings_rate():
             line |= {"batch": 8, "seq": 4096}
         (found,) = [target for target in targets(lines) if target.text == "ours-streamed:eager over stock-resident"]
         assert found.met is met
+
+
+def test_a_clipped_step_is_held_against_its_own_lanes():
+    parts = {"forward": 0.4, "backward": 1.0, "update": 0.6}
+    ours = {"update": "deferred", "host_before_gib": None, "options": {"saved_on_device": None}, "parts_s": parts}
+    eager = large("ours-streamed", 1.6, **(ours | {"update": "eager"}))
+    lines = [eager, *(large("ours-streamed", 1.6 * s, **ours, max_grad_norm=n) for n, s in ((1.0, 1.06), (1e9, 1.02)))]
+    assert name_of(lines[2]) == "ours-streamed:deferred=1e+09"
+    found = {target.text: (target.value, target.met) for target in targets(lines)}
+    for name, ratio, met in (("ours-streamed:deferred", 1.06, False), ("ours-streamed:deferred=1e+09", 1.02, True)):
+        assert found[f"{name} over T_backward + max(T_forward, update)"] == (pytest.approx(ratio), met)
+        assert found[f"{name} over ours-streamed:eager"] == (pytest.approx(ratio), met)
+    for line in lines:
+        line["parts_s"] = None
+    assert not [text for text in found if "host GiB" in text]  # the engine was not the first of its process
+    assert not [target for target in targets(lines) if "T_backward" in target.text]
+
+
+def test_bytes_beside_updates_are_held_against_the_stream_loop():
+    rate = {"bench": "optimizer", "case": "ours", "gparam_per_s": 4.0, "gbps": 104.0, "stream_gbps": 110.0}
+    line = large("ours-streamed", 0.9, update="eager", host_before_gib=None, options={}, dram_gbps=98.0, batch=4)
+    (found,) = [target for target in targets([rate, line]) if "bytes a second" in target.text]
+    assert found.value == pytest.approx(98 / 110) and not found.met

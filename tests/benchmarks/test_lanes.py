@@ -1,0 +1,86 @@
+"""Seconds and bytes that are read off a step's lanes, against ones counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import benchmarks.toys  # noqa: F401  puts the scripts on the path
+from cases.ours import _sizes
+from lanes import Sizes, dram_gbps, parts_s
+from shapes import random_tokens, shape
+from slideformer.data.batches import MicroBatch
+from slideformer.engine import EngineOptions
+from slideformer.model.decoder import Decoder
+from slideformer.schedule import OpKind, Timeline, build_step
+from slideformer.schedule.simulate import Span
+
+DECODER = Decoder(shape("tiny"), dtype=torch.bfloat16, tile_numel=4096, device=torch.device("cpu"))
+OPTIONS = EngineOptions(update="eager", max_grad_norm=0.0)
+PLAN = build_step(DECODER.layout, OPTIONS.step_options(DECODER.layout, torch.bfloat16))
+SIZES = Sizes(DECODER.layout, itemsize=2, num_rows=128, hidden_nbytes=1000)
+
+
+def one(kind: OpKind, start_s: float, end_s: float) -> Span:
+    """The first op of a kind in a plan of a model whose first block has 36,992 parameters in tiles of 4,096."""
+    return Span(next(op for op in PLAN.ops if op.kind is kind), 0, start_s, end_s)
+
+
+def test_updates_and_the_copies_beside_them_are_what_moves():
+    update, upload, download = one(OpKind.UPDATE, 1.0, 2.0), one(OpKind.UPLOAD, 1.5, 2.5), one(OpKind.DOWNLOAD, 0, 0.5)
+    updated = DECODER.layout.tiles(update.op.unit, trained=True)[update.op.tile].numel
+    carried = DECODER.layout.tiles(upload.op.unit)[upload.op.tile].numel
+    expected = (26 * updated + 2 * carried / 2) / 1e9
+    assert dram_gbps([Timeline((update, upload, download))], SIZES) == pytest.approx(expected, abs=0.01)
+    huge = Sizes(DECODER.layout, itemsize=2_000_000, num_rows=128, hidden_nbytes=1000)
+    assert dram_gbps([Timeline((update, upload))], huge) == pytest.approx(2e6 * carried / 2 / 1e9, rel=1e-3)
+    assert dram_gbps([Timeline((upload, download))], huge) is None
+
+
+def test_updates_of_a_step_meet_the_copies_of_the_next_and_the_last_step_only_lends_its_copies():
+    huge = Sizes(DECODER.layout, itemsize=2_000_000, num_rows=128, hidden_nbytes=1000)
+    first = Timeline((one(OpKind.UPDATE, 1.0, 2.0),))
+    second = Timeline((one(OpKind.UPLOAD, 1.0, 2.0), one(OpKind.UPDATE, 2.0, 102.0)))
+    alone = dram_gbps([first], huge)
+    assert dram_gbps([first, second], huge) > 10 * alone
+    assert dram_gbps([second], huge) < 1.0  # all of its copies are over when it updates
+
+
+def test_rows_of_a_table_count_as_far_as_they_are_touched():
+    sizes = [SIZES.updated_numel(one(kind, 0, 1).op) for kind in (OpKind.UPDATE_REST, OpKind.UPDATE_ROWS)]
+    assert sizes == [4096 * 0.75, 4096 * 0.25]  # 128 of 512 rows
+    assert SIZES.rows_nbytes == 128 * 64 * 2
+    assert SIZES.gathered_nbytes(one(OpKind.GATHER, 0, 1).op) == 2 * 0.25 * 4096 * 2
+
+
+def test_forward_and_backward_are_the_compute_lanes_and_the_update_is_that_of_all_parameters():
+    spans = (
+        one(OpKind.EMBED, 0, 1),
+        one(OpKind.FORWARD, 1, 3),
+        one(OpKind.HEAD, 3, 7),
+        one(OpKind.BACKWARD, 7, 15),
+        one(OpKind.UPDATE, 8, 9),
+    )
+    found = parts_s([Timeline(spans)], SIZES)
+    all_numel = sum(unit.train_numel for unit in DECODER.layout.units)
+    updated = DECODER.layout.tiles(spans[-1].op.unit, trained=True)[spans[-1].op.tile].numel
+    assert (found["forward"], found["backward"]) == (7.0, 8.0)
+    assert found["update"] == pytest.approx(all_numel / updated, rel=1e-4)
+    assert parts_s([Timeline(spans[:4])], SIZES)["update"] is None
+
+
+def test_a_measured_step_says_both(line):
+    streamed, resident = line("ours-streamed"), line("ours-resident")
+    parts = streamed["parts_s"]
+    assert 0 < parts["forward"] and 0 < parts["backward"] and 0 < parts["update"] and streamed["dram_gbps"] > 0
+    assert parts["forward"] + parts["backward"] <= 1.05 * max(streamed["step_s"]["max"], 1e-9)
+    assert resident["parts_s"]["update"] is None and resident["dram_gbps"] is None
+
+
+def test_rows_that_a_batch_touches_are_counted_once():
+    class Engine:
+        decoder, layout = DECODER, DECODER.layout
+
+    tokens = random_tokens(0, 4, 16, 512)
+    sizes = _sizes(Engine(), [MicroBatch(part, part) for part in tokens.split(2)])
+    assert sizes.num_rows == len(set(tokens.flatten().tolist())) and sizes.hidden_nbytes == 2 * 16 * 64 * 2
