@@ -43,6 +43,12 @@ class Sampling:
             raise BadInput(f"top_k is {self.top_k}, must be at least 1, or 0 for all tokens")
         if not 0 < self.top_p <= 1:
             raise BadInput(f"top_p is {self.top_p}, must be above 0 and at most 1")
+        given = [f"top_k: {self.top_k}"] * (self.top_k > 0) + [f"top_p: {self.top_p}"] * (self.top_p < 1)
+        if self.temperature == 0 and given:
+            raise BadInput(
+                f"temperature is 0, which always takes the likeliest token, so {' and '.join(given)} would have no "
+                "effect: set a temperature above 0 too, or leave them out"
+            )
 
 
 class Chooser:
