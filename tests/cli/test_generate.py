@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli.test_commands import one_sentence
-from slideformer.train.generate import TextStream
+from slideformer.errors import RunFailed
+from slideformer.train.generate import SoFar, TextStream
 from train.toy import make_codec
 
 QUICK = ("--device", "cpu", "--cpu-threads", "1", "--max-new-tokens", "6")
@@ -86,6 +91,8 @@ BAD = {
     "a dtype": (("-p", "a", "--dtype", "int8"), 2, "--dtype is 'int8', must be auto, bfloat16, float32"),
     "a size": (("-p", "a", "--max-host-memory", "much"), 2, "--max-host-memory: found 'much', which is no size"),
     "a temperature": (("-p", "a", "--temperature", "-1"), 2, "temperature is -1.0, must be a finite number"),
+    "top-p that nothing draws by": (("-p", "a", "--top-p", "0.9"), 2, "so top_p: 0.9 would have no effect: set"),
+    "both": (("-p", "a", "--top-k", "5", "--top-p", "0.9"), 2, "so top_k: 5 and top_p: 0.9 would have no effect"),
     "little memory": (("-p", "a", "--max-host-memory", "1MiB"), 3, "more than the 1.0 MiB of max_host_memory"),
 }
 
@@ -95,6 +102,77 @@ def test_bad_input_is_one_sentence_and_a_code(slideformer, toy, words, code, tex
     done = slideformer("generate", toy / "model", "--device", "cpu", *words)
     assert text in one_sentence(done)
     assert done.returncode == code
+
+
+ASKED = ("a much longer one than the others", "b", "3+4 =")
+CALLS = ("generate", "MODEL", "--raw", *(w for p in ASKED for w in ("-p", p)), "--device", "cpu", "--cpu-threads", "1")
+
+
+@pytest.fixture
+def in_the_middle(monkeypatch) -> Callable[[Callable[[], None]], None]:
+    """Do something when a pass has chosen the third token of each prompt."""
+
+    def arrange(act: Callable[[], None]) -> None:
+        take = SoFar.take
+
+        def acting(self, taken) -> None:
+            take(self, taken)
+            if self.completion(0) is not None and len(self.completion(0).tokens) == 3:
+                act()
+
+        monkeypatch.setattr(SoFar, "take", acting)
+
+    return arrange
+
+
+def calls(toy: Path, *words: str) -> list[object]:
+    return [toy / "model" if word == "MODEL" else word for word in (*CALLS, *words)]
+
+
+def failing() -> None:
+    raise RunFailed("the machine is at an end")
+
+
+@pytest.mark.parametrize(
+    ("act", "code", "said"),
+    [
+        (partial(os.kill, os.getpid(), signal.SIGINT), 130, "stopped by SIGINT in the middle: 0 of 3 prompts are"),
+        (partial(os.kill, os.getpid(), signal.SIGTERM), 143, "stopped by SIGTERM in the middle: 0 of 3 prompts are"),
+        (failing, 1, "error: the machine is at an end"),
+    ],
+    ids=["Ctrl-C", "SIGTERM", "a failure"],
+)
+def test_an_early_end_keeps_what_there_is(slideformer, toy, in_the_middle, act, code, said) -> None:
+    in_the_middle(act)
+    texts = [own_text(toy / "model", prompt, 3) for prompt in ASKED]
+    done = slideformer(*calls(toy, "--max-new-tokens", "500"))
+    assert (done.returncode, done.stderr.splitlines()[-1].startswith(said)) == (code, True), done.stderr
+    heads = [f"> {prompt} [interrupted]\n" for prompt in ASKED]
+    assert done.stdout == "\n".join(h + t + "\n" for h, t in zip(heads, texts, strict=True))
+    found = json.loads(slideformer(*calls(toy, "--max-new-tokens", "500", "--json")).stdout)
+    assert [(g["text"], g["finish_reason"]) for g in found["generations"]] == [(t, "interrupted") for t in texts]
+    assert found["exit_code"] == code and found["error"] in done.stderr
+
+
+def test_what_is_finished_is_written_while_others_go_on(slideformer, toy, tmp_path, monkeypatch, capfd) -> None:
+    """So a process that is killed has lost nothing of it. The first prompt ends at its first token."""
+    folder = tmp_path / "ends"
+    shutil.copytree(toy / "model", folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    (end,) = tokenizer(own_text(folder, ASKED[0], 1))["input_ids"]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    seen: list[str] = []
+    take = SoFar.take
+
+    def watching(self, taken) -> None:
+        seen.append(capfd.readouterr().out)
+        take(self, taken)
+
+    monkeypatch.setattr(SoFar, "take", watching)
+    rest = slideformer("generate", folder, *calls(toy, "--max-new-tokens", "4")[2:]).stdout
+    first = f"> {ASKED[0]}\n{own_text(folder, ASKED[0], 1)}\n"
+    assert seen == ["", first, "", ""]
+    assert rest.startswith(f"\n> {ASKED[1]}\n") and f"\n> {ASKED[2]}\n" in rest
 
 
 def test_no_model_is_one_sentence(slideformer) -> None:

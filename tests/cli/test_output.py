@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import subprocess
@@ -74,6 +75,23 @@ def test_training_goes_on_when_nobody_sees_it(run, yaml_for, tmp_path, caplog, o
         f"the run goes on unseen, because its output cannot be written ({reason}): see metrics.jsonl"
     ]
     assert len((tmp_path / "out/metrics.jsonl").read_text().splitlines()) == 2
+    assert (tmp_path / "out/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_stream_that_was_closed_before_is_nowhere(yaml_for, tmp_path, monkeypatch, capfd, closed) -> None:
+    """As by `slideformer train config.yaml >&-`, where Python has None for it."""
+    monkeypatch.chdir(tmp_path)
+    beside = ["--json"] if closed == "stderr" else []
+    for words, code in ((["train", yaml_for(max_steps=1), *beside], 0), (["train", "nowhere.yaml"], 2)):
+        monkeypatch.setattr("sys.argv", ["slideformer", *map(str, words)])
+        capfd.readouterr()
+        with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
+            patched.setattr(f"sys.{closed}", None)
+            main()
+        assert (ended.value.code or 0) == code
+        out = capfd.readouterr().out
+        assert closed == "stdout" or out == "" or json.loads(out)["status"] == "finished"
     assert (tmp_path / "out/model.safetensors").is_file()
 
 

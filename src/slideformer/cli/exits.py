@@ -7,8 +7,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import NoReturn, TextIO
 
 import typer
@@ -54,12 +54,15 @@ def told_in_one_sentence(*, debug: bool, as_json: bool = False) -> Iterator[dict
         if debug:
             raise
         say("stopped by Ctrl-C")
+        if as_json:
+            print(json.dumps({**beside, "status": "stopped", "error": "stopped by Ctrl-C", "exit_code": CTRL_C}))
         raise typer.Exit(CTRL_C) from None
 
 
 @contextmanager
-def ended_by_signals(*, as_json: bool) -> Iterator[None]:
+def ended_by_signals(*, as_json: bool, beside: Mapping[str, object] | None = None) -> Iterator[None]:
     """Turn the end of work that a signal has asked for into a sentence, an object with as_json, and 128 + its number.
+    beside: what is to stand beside the sentence in that object.
 
     Imports torch.
     """
@@ -71,7 +74,7 @@ def ended_by_signals(*, as_json: bool) -> Iterator[None]:
         code = 128 + stopped.signum
         say(str(stopped))
         if as_json:
-            print(json.dumps({"status": "stopped", "error": str(stopped), "exit_code": code}))
+            print(json.dumps({**(beside or {}), "status": "stopped", "error": str(stopped), "exit_code": code}))
         if stopped.at_once:
             leave(code)
         raise typer.Exit(code) from None
@@ -95,11 +98,17 @@ def told_of_bad_words(*, as_json: bool) -> Iterator[None]:
 @contextmanager
 def watched_output() -> Iterator[None]:
     """Standard output whose failure ends a command, and not with a traceback: with a sentence, or without a word where
-    the reader has gone, as `| head` does."""
-    if sys.stdout is None:  # closed by whoever started this
-        yield
-        return
-    out = _Watched(sys.stdout)
+    the reader has gone, as `| head` does. What whoever started this has closed is nowhere, and no failure."""
+    with ExitStack() as nowhere:
+        for name, redirect in (("stdout", redirect_stdout), ("stderr", redirect_stderr)):
+            if getattr(sys, name) is None:
+                nowhere.enter_context(redirect(nowhere.enter_context(open(os.devnull, "w"))))
+        with _watched(_Watched(sys.stdout)):
+            yield
+
+
+@contextmanager
+def _watched(out: _Watched) -> Iterator[None]:
     try:
         with redirect_stdout(out):
             try:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slideformer.cli.arguments import Debug, Json
-from slideformer.cli.exits import say, told_in_one_sentence
+from slideformer.cli.exits import ended_by_signals, say, told_in_one_sentence
 
 if TYPE_CHECKING:
     from slideformer.data.prompts import Words
-    from slideformer.engine.generation import Generated, Told
-    from slideformer.train.generate import Completion, GenerateRequest, Generator
+    from slideformer.engine.generation import Generated
+    from slideformer.model.sampling import Sampling
+    from slideformer.train.generate import Completion, GenerateRequest, Generator, SoFar
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder, a checkpoint, or a run's output_dir.")]
 PromptTexts = Annotated[list[str] | None, typer.Option("--prompt", "-p", help="What to go on from. Again for more.")]
@@ -61,9 +62,10 @@ def generate(
 ) -> None:
     """Generate text with a model that may be larger than the GPU. All prompts go through each of its blocks together.
 
-    Takes 2 bytes a parameter in bf16, 4 in fp32. A prompt alone on a terminal is written as it is generated.
+    Takes 2 bytes a parameter in bf16, 4 in fp32. A prompt alone on a terminal is written as it is generated. Ctrl-C
+    leaves what there is by then.
     """
-    with told_in_one_sentence(debug=debug, as_json=as_json):
+    with told_in_one_sentence(debug=debug, as_json=as_json) as beside, ended_by_signals(as_json=as_json, beside=beside):
         words = _words(prompt or [], prompts)
         request = _request(
             model,
@@ -79,14 +81,76 @@ def generate(
         drawn = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
         with open_generator(request, words, max_new_tokens) as generator:
             sampling = replace(drawn, end_ids=generator.codec.end_ids)
-            streams = len(words) == 1 and sys.stdout.isatty() and not as_json
-            completions, found = generator.run(sampling, *([_streaming(generator)] if streams else []))
+            shown = None if as_json else _Shown(generator, streams=len(words) == 1 and sys.stdout.isatty())
+            beside["model"] = str(model)
+            found = _run(generator, sampling, shown, beside)
             predicted_s = generator.engine.predicted_pass_s
         if as_json:
-            print(json.dumps(_object(model, completions, found, predicted_s), indent=2, ensure_ascii=False))
+            print(json.dumps({**beside, **_figures(found, predicted_s)}, indent=2, ensure_ascii=False))
             return
-        print("" if streams else _text(completions))
         say(speed(found, predicted_s))
+
+
+def _run(generator: Generator, sampling: Sampling, shown: _Shown | None, beside: dict[str, object]) -> Generated:
+    """All of it, or what there is when a signal or a failure ends it, which is then shown, or put into `beside`."""
+    from slideformer.train.generate import SoFar
+    from slideformer.train.stop import StopRequests
+
+    so_far = SoFar(generator, sampling)
+    try:
+        with StopRequests("generation ends after this pass") as stop:
+
+            def told(taken: list[tuple[int, int]]) -> None:
+                so_far.take(taken)
+                if shown is not None:
+                    shown.take(taken, so_far)
+                stop.raise_if_asked(f"in the middle: {so_far.sentence()}")
+
+            _, found = generator.run(sampling, told)
+            return found
+    finally:
+        completions = [so_far.completion(number) for number in range(len(generator.prompts))]
+        beside["generations"] = [_object(completion) for completion in completions if completion is not None]
+        if shown is not None:
+            shown.end(completions)
+
+
+class _Shown:
+    """Text on standard output: of one prompt on a terminal as it comes, of several each in its turn."""
+
+    def __init__(self, generator: Generator, *, streams: bool) -> None:
+        from slideformer.train.generate import TextStream
+
+        self._stream = TextStream(generator.codec) if streams else None
+        self._num_prompts, self._num_shown = len(generator.prompts), 0
+        self._begun = False
+
+    def take(self, taken: list[tuple[int, int]], so_far: SoFar) -> None:
+        """What a pass has brought."""
+        if self._stream is not None:
+            print("".join(self._stream.add(token) for _, token in taken), end="", flush=True)
+            return
+        while self._num_shown < self._num_prompts and so_far.is_finished(self._num_shown):
+            self._show(so_far.completion(self._num_shown))
+            self._num_shown += 1
+
+    def end(self, completions: list[Completion | None]) -> None:
+        """All that has not been shown: nothing more comes. By prompt; None has no token."""
+        if self._stream is not None:
+            print(flush=True)
+            return
+        for completion in completions[self._num_shown :]:
+            self._show(completion)
+
+    def _show(self, completion: Completion | None) -> None:
+        if completion is None:
+            return
+        text = completion.text
+        if self._num_prompts > 1:
+            cut = " [interrupted]" if completion.finish_reason == "interrupted" else ""
+            text = f"> {_first_line(completion.prompt.text)}{cut}\n{text}"
+        print(("\n" if self._begun else "") + text, flush=True)
+        self._begun = True
 
 
 def _words(texts: list[str], file: Path | None) -> list[Words]:
@@ -126,47 +190,27 @@ def _request(
     return GenerateRequest(model, options, chosen["device"], chosen["dtype"], chat, system)
 
 
-def _streaming(generator: Generator) -> Told:
-    from slideformer.train.generate import TextStream
-
-    stream = TextStream(generator.codec)
-
-    def told(taken: list[tuple[int, int]]) -> None:
-        for _, token in taken:
-            print(stream.add(token), end="", flush=True)
-
-    return told
-
-
-def _text(completions: list[Completion]) -> str:
-    if len(completions) == 1:
-        return completions[0].text
-    return "\n\n".join(f"> {_first_line(c.prompt.text)}\n{c.text}" for c in completions)
-
-
 def _first_line(text: str, width: int = 76) -> str:
     line = text.strip().splitlines()[0] if text.strip() else ""
     return line if len(line) <= width else line[: width - 3] + "..."
 
 
-def _object(
-    model: Path, completions: list[Completion], found: Generated, predicted_s: float | None
-) -> dict[str, object]:
+def _object(completion: Completion) -> dict[str, object]:
+    words = completion.prompt.words
+    return {
+        "prompt": words if isinstance(words, str) else list(words),
+        "num_prompt_tokens": len(completion.prompt.ids),
+        "text": completion.text,
+        "num_tokens": len(completion.tokens),
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def _figures(found: Generated, predicted_s: float | None) -> dict[str, object]:
     from slideformer.train.generate import binds
 
     lane, share = binds(found.busy, found.pass_s)
     return {
-        "model": str(model),
-        "generations": [
-            {
-                "prompt": c.prompt.words if isinstance(c.prompt.words, str) else list(c.prompt.words),
-                "num_prompt_tokens": len(c.prompt.ids),
-                "text": c.text,
-                "num_tokens": len(c.tokens),
-                "finish_reason": "stop" if c.stopped else "length",
-            }
-            for c in completions
-        ],
         "num_tokens": found.num_tokens,
         "tokens_per_second": found.tokens_per_second,
         "prompt_seconds": found.prompt_s,

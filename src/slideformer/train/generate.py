@@ -33,6 +33,7 @@ TILE_NUMEL = 1 << 26
 many a pass of a 3B model had 500 ops, and threads that launch them share one lock."""
 PIECE_NUMEL = 1 << 22
 DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
+FinishReason = Literal["stop", "length", "interrupted"]
 HELD_BACK = "\ufffd"  # what a tokenizer gives for the first bytes of a letter
 
 
@@ -51,13 +52,13 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one prompt came to. tokens: an end token included; text: without special tokens. stopped: at an end token,
-    else because there were enough."""
+    """What one prompt came to. tokens: an end token included; text: without special tokens. finish_reason: an end
+    token, enough tokens, or nobody who waited for more."""
 
     prompt: Prompt
     tokens: tuple[int, ...]
     text: str
-    stopped: bool
+    finish_reason: FinishReason
 
 
 class Generator:
@@ -70,12 +71,42 @@ class Generator:
         """All prompts to their ends. end_ids of the sampling are the tokenizer's, and those of generation_config."""
         found = self.engine.generate([p.ids for p in self.prompts], sampling, told)
         pairs = zip(self.prompts, found.tokens, strict=True)
-        return [completion(p, t, self.codec, sampling.end_ids) for p, t in pairs], found
+        return [completion(p, t, self.codec, sampling) for p, t in pairs], found
 
 
-def completion(prompt: Prompt, tokens: tuple[int, ...], codec: Codec, end_ids: tuple[int, ...]) -> Completion:
-    stopped = bool(tokens) and tokens[-1] in end_ids
-    return Completion(prompt, tokens, codec.tokenizer.decode(tokens, skip_special_tokens=True), stopped)
+def completion(prompt: Prompt, tokens: Sequence[int], codec: Codec, sampling: Sampling) -> Completion:
+    """Of what a prompt has come to by now."""
+    reason: FinishReason = "length" if len(tokens) == sampling.max_new_tokens else "interrupted"
+    if tokens and tokens[-1] in sampling.end_ids:
+        reason = "stop"
+    return Completion(prompt, tuple(tokens), codec.tokenizer.decode(tokens, skip_special_tokens=True), reason)
+
+
+class SoFar:
+    """What the prompts have come to while passes run: nothing that was made is lost when they end too early."""
+
+    def __init__(self, generator: Generator, sampling: Sampling) -> None:
+        self._codec, self._prompts, self._sampling = generator.codec, generator.prompts, sampling
+        self._tokens: list[list[int]] = [[] for _ in generator.prompts]
+
+    def take(self, taken: Sequence[tuple[int, int]]) -> None:
+        """As `Told` hears it."""
+        for number, token in taken:
+            self._tokens[number].append(token)
+
+    def is_finished(self, number: int) -> bool:
+        tokens = self._tokens[number]
+        return len(tokens) == self._sampling.max_new_tokens or (bool(tokens) and tokens[-1] in self._sampling.end_ids)
+
+    def completion(self, number: int) -> Completion | None:
+        """None: the prompt has no token yet."""
+        tokens = self._tokens[number]
+        return completion(self._prompts[number], tokens, self._codec, self._sampling) if tokens else None
+
+    def sentence(self) -> str:
+        """How far they are."""
+        finished, begun = sum(map(self.is_finished, range(len(self._tokens)))), sum(map(bool, self._tokens))
+        return f"{finished} of {len(self._tokens)} prompts are finished, {begun - finished} more have a part of theirs"
 
 
 def complete(
@@ -86,7 +117,7 @@ def complete(
     prompts = encode_prompts(words, codec, chat=chat, system=system)
     drawn = sampling if sampling.end_ids else replace(sampling, end_ids=codec.end_ids)
     found = engine.generate([prompt.ids for prompt in prompts], drawn)
-    return [completion(p, t, codec, drawn.end_ids) for p, t in zip(prompts, found.tokens, strict=True)]
+    return [completion(p, t, codec, drawn) for p, t in zip(prompts, found.tokens, strict=True)]
 
 
 class TextStream:

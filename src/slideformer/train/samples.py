@@ -118,7 +118,7 @@ class Samples:
         self._engine.synchronize()
         found = self._generation.run([prompt.ids for prompt in self._prompts], self._sampling, lambda _: between())
         pairs = zip(self._prompts, found.tokens, strict=True)
-        made = [completion(prompt, tokens, self._codec, self._sampling.end_ids) for prompt, tokens in pairs]
+        made = [completion(prompt, tokens, self._codec, self._sampling) for prompt, tokens in pairs]
         for one in made:
             line = {
                 "global_step": step,
@@ -126,7 +126,7 @@ class Samples:
                 "prompt": one.prompt.words if isinstance(one.prompt.words, str) else list(one.prompt.words),
                 "text": one.text,
                 "num_tokens": len(one.tokens),
-                "finish_reason": "stop" if one.stopped else "length",
+                "finish_reason": one.finish_reason,
             }
             self._file.write(line)
         return [Sample(step, number, one) for number, one in enumerate(made, 1)]

@@ -34,7 +34,9 @@ class StopRequests:
     """Catches these signals while it is entered, in the main thread. Python gives signals to no other: a run in one is
     stopped by whoever started it, through a callback. Under nohup SIGHUP stays ignored."""
 
-    def __init__(self) -> None:
+    def __init__(self, ends: str = "the run ends after this step") -> None:
+        """ends: what the first signal is answered with."""
+        self._ends = ends
         self._signum: int | None = None
         self._save_asked = False
         self._previous: dict[int, object] = {}
@@ -58,7 +60,7 @@ class StopRequests:
         if self._signum is not None:
             raise Stopped(signum, "at once, because it was the second signal", at_once=True)
         self._signum = signum
-        said = f"\n{signal.Signals(signum).name}: the run ends after this step; once more, and it ends at once\n"
+        said = f"\n{signal.Signals(signum).name}: {self._ends}; once more, and it ends at once\n"
         with suppress(OSError):  # past Python's own streams, which may be in the middle of a line
             os.write(STDERR, said.encode())
 
