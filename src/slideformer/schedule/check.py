@@ -13,7 +13,7 @@ from collections import Counter
 from slideformer.layout import Layout
 from slideformer.schedule.effects import Effect, Effects
 from slideformer.schedule.generation_effects import PassEffects
-from slideformer.schedule.ops import STAGING, STATE_PLACES, Buffer, Content, OpKind, Place, Plan
+from slideformer.schedule.ops import STAGING, STATE_PLACES, Buffer, Content, LaneName, OpKind, Place, Plan
 from slideformer.schedule.options import StepOptions, Update
 from slideformer.schedule.pass_options import PassOptions
 
@@ -114,7 +114,8 @@ def _prove_kept(plan: Plan, effects: PassEffects, holds: dict[Buffer, Content]) 
 
 
 def _prove_order(plan: Plan) -> None:
-    """Two runs, one behind the other. reach[i] has bit j set when op j is certainly done before op i starts.
+    """Two runs, one behind the other. done[i] says of every lane how far it certainly is once op i is done: lanes are
+    FIFO, so an op that is done has all of its lane before it done.
 
     Two are enough: a buffer that one run touches and writes is touched and written by every run, so an access two
     runs back is ordered through the run between.
@@ -122,35 +123,40 @@ def _prove_order(plan: Plan) -> None:
     num_ops = len(plan.ops)
     if len(plan.waits) != num_ops:
         raise PlanError(f"{len(plan.waits)} lists of waits for {num_ops} ops")
-    reach: list[int] = []
-    lane_last: dict[str, int] = {}
-    writer: dict[Buffer, int] = {}
-    readers: dict[Buffer, list[int]] = {}
+    lanes = {lane: number for number, lane in enumerate(LaneName)}
+    lane_of = [lanes[op.lane] for op in plan.ops]
+    numbers: dict[Buffer, int] = {}
+    touched = [
+        [(numbers.setdefault(a.buffer, len(numbers)), a.leaves is not None) for a in op.accesses] for op in plan.ops
+    ]
+    done: list[list[int]] = []
+    lane_done = [[-1] * len(lanes) for _ in lanes]
+    writer = [-1] * len(numbers)
+    readers: list[dict[int, int]] = [{} for _ in numbers]  # by lane the last one since it was written
     for index in range(2 * num_ops):
-        op = plan.ops[index % num_ops]
-        sources = [index - index % num_ops - w.age * num_ops + w.index for w in plan.waits[index % num_ops]]
-        if op.lane in lane_last:
-            sources.append(lane_last[op.lane])
-        known = 0
-        for source in sources:
+        here = index % num_ops
+        op, lane = plan.ops[here], lane_of[here]
+        known = lane_done[lane]
+        for wait in plan.waits[here]:
+            source = index - here - wait.age * num_ops + wait.index
             if source >= index:
                 raise PlanError(f"{op} waits for {plan.ops[source % num_ops]}, which comes after it")
             if source >= 0:
-                known |= reach[source] | 1 << source
-        reach.append(known)
-        lane_last[op.lane] = index
-        for access in op.accesses:
-            before = [writer[access.buffer]] if access.buffer in writer else []
-            if access.leaves is not None:
-                before += readers.get(access.buffer, [])
+                known = list(map(max, known, done[source]))
+        for access, (number, writes) in zip(op.accesses, touched[here], strict=True):
+            before = [writer[number], *readers[number].values()] if writes else [writer[number]]
             for other in before:
-                if not known >> other & 1:
+                if other >= 0 and known[lane_of[other % num_ops]] < other:
+                    beside = plan.ops[other % num_ops]
                     raise PlanError(
-                        f"{op} (lane {op.lane}) and {plan.ops[other % num_ops]} (lane {plan.ops[other % num_ops].lane})"
-                        f" both touch {access.buffer}, and nothing orders them"
+                        f"{op} (lane {op.lane}) and {beside} (lane {beside.lane}) both touch {access.buffer}, and "
+                        "nothing orders them"
                     )
-        for access in op.accesses:
-            if access.leaves is not None:
-                writer[access.buffer], readers[access.buffer] = index, []
+        known = [*known[:lane], index, *known[lane + 1 :]]
+        done.append(known)
+        lane_done[lane] = known
+        for number, writes in touched[here]:
+            if writes:
+                writer[number], readers[number] = index, {}
             else:
-                readers.setdefault(access.buffer, []).append(index)
+                readers[number][lane] = index

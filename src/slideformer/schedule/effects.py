@@ -6,7 +6,7 @@ kind does for its unit, tile and micro-batch is fixed, and this file is where it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from slideformer.layout import Layout, UnitKind
@@ -39,12 +39,16 @@ class Effects:
         self.disk = frozenset(options.disk)
         below = [0, *([] if self.glue is None else [self.glue]), *layout.blocks]
         self.lowest = min((u for u in below if self.trained[u]), default=len(layout.units))
+        self._group_of: dict[OpKind, Callable[[Op], Iterator[Effect]]] = {}  # which of the groups below knows a kind
 
     def of(self, op: Op) -> list[Effect]:
         """In no particular order."""
+        known = self._group_of.get(op.kind)
+        if known is not None and (found := list(known(op))):
+            return found
         for group in (self._up, self._across, self._down, self._sliced, self._reduced, self._host, self._stored):
-            found = list(group(op))
-            if found:
+            if found := list(group(op)):
+                self._group_of[op.kind] = group
                 return found
         raise AssertionError(f"{op} is of a kind without effects")
 
@@ -202,16 +206,15 @@ class Effects:
     def _host(self, op: Op) -> Iterator[Effect]:
         unit, tile = op.unit, op.tile
         loss = Effect("loss", Place.LOSS_HOST, ("loss",), None)
-        norms = [Effect("norms", Place.NORM_HOST, ("norm", *key), None) for key in self.norms()]
         match op.kind:
             case OpKind.RESULT:
                 yield loss
             case OpKind.GUARD:
                 yield from (loss, Effect("verdict", Place.VERDICT, None, ("verdict",)))
             case OpKind.DECIDE:
-                yield from (loss, *norms, Effect("verdict", Place.VERDICT, None, ("verdict",)))
+                yield from (loss, *self._norms(), Effect("verdict", Place.VERDICT, None, ("verdict",)))
             case OpKind.TOTAL:
-                yield from (*norms, Effect("verdict", Place.VERDICT, ("verdict",), None))
+                yield from (*self._norms(), Effect("verdict", Place.VERDICT, ("verdict",), None))
             case OpKind.UPDATE_RESIDENT:
                 yield Effect("grad", self._grad(unit), ("grad", unit), None)
                 yield from self._home(unit)
@@ -313,6 +316,10 @@ class Effects:
             return Effect(role, Place.HOME, ("home", unit, 0), None)
         place = Place.SLOT if unit in self.boundary else Place.DENSE
         return Effect(role, place, ("weights", unit, self.num_tiles[unit]), None)
+
+    def _norms(self) -> Iterator[Effect]:
+        for key in self.norms():
+            yield Effect("norms", Place.NORM_HOST, ("norm", *key), None)
 
     def _home(self, unit: int) -> Iterator[Effect]:
         yield Effect("verdict", Place.VERDICT, ("verdict",), None)
