@@ -115,7 +115,8 @@ def measured_once() -> Iterator[None]:
 
 
 def fill(engine: Engine) -> None:
-    """The weights of every case, drawn by name. They are bf16, so the residuals are zero."""
+    """The weights of every case, drawn by name, in pieces, so that neither tier's peak is theirs. They are bf16, so the
+    residuals are zero."""
     put = engine.state.restore
     for index, unit in enumerate(engine.layout.units):
         for param in unit.params:

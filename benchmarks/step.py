@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from cases import MODULES, NotHere, Settings, measure, missing, parse_case
@@ -47,7 +48,8 @@ def main() -> int:
     return status
 
 
-def parse() -> argparse.Namespace:
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """words: of one call; None is the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.2-3b", help="a name of shapes.py, or a config.json or its folder")
     parser.add_argument("--num-layers", type=int, help="cut the shape")
@@ -86,7 +88,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--report", metavar="FILE", help="print its tables; benchmarks/report.py has more to say")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--run", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     for name in args.cases:
         if name not in BESIDE:
             parse_case(name)
@@ -221,13 +223,13 @@ def describe(settings: Settings, measured: dict[str, object]) -> dict[str, objec
         "gpu_limit_gib": settings.gpu_limit_gib,
         "steps": settings.steps,
         **measured,
-        "params": _num_params(config),
+        "params": num_params(config),
         "tokens_per_second": round(settings.batch * settings.seq / median, 1),
         "tflops": float(f"{model_flops(config, settings.batch, settings.seq) / median / 1e12:.4g}"),
     }
 
 
-def _num_params(config: object) -> int:
+def num_params(config: object) -> int:
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -16,7 +16,8 @@ import torch
 from cases import NotHere, Settings
 from lanes import Sizes, dram_gbps, parts_s
 from lines import GIB, host_peak_gib, spread
-from shapes import random_pieces, random_tokens, shape
+from pool import fill
+from shapes import random_tokens, shape
 from slideformer.data.batches import MicroBatch
 from slideformer.device import Device, open_device
 from slideformer.engine import Engine, EngineOptions, Offload, StepResult
@@ -79,7 +80,7 @@ def measure(settings: Settings) -> dict[str, object]:
         options = options_of(settings, decoder.layout)
         began = time.perf_counter()
         with Engine(decoder, device, options) as engine:
-            _fill(engine, device)
+            fill(engine)
             if cuda:  # random weights were drawn on the device
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
@@ -87,16 +88,6 @@ def measure(settings: Settings) -> dict[str, object]:
             measured = _steps(engine, device, settings)
         before = {"host_before_gib": host_before, "context_gib": context_gib}
         return {**measured, **before, "kernels": decoder.kernels, "ready_s": ready_s}
-
-
-def _fill(engine: Engine, device: Device) -> None:
-    """Random weights, in pieces, so that neither peak is theirs."""
-    for index, unit in enumerate(engine.layout.units):
-        for param in unit.params:
-            offset = unit.offsets[param.name]
-            for piece in random_pieces(param.name, param.shape, device.torch_device):
-                engine.write(index, offset, piece.cpu())
-                offset += piece.numel()
 
 
 def _steps(engine: Engine, device: Device, settings: Settings) -> dict[str, object]:
