@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from slideformer.engine.costs import Rates, assumed, cost_of, largest_block_numel
 from slideformer.layout import Layout, Param, Unit, UnitKind
 from slideformer.memory import BatchShape
-from slideformer.schedule import LaneName, Op, OpKind, StepOptions, Update, build_step
+from slideformer.schedule import Access, Buffer, LaneName, Op, OpKind, Place, StepOptions, Update, build_step
 
 VOCAB, HIDDEN = 100, 8
 TABLE = Unit("table", UnitKind.TABLE, (Param("embed", (VOCAB, HIDDEN)),))
@@ -46,6 +48,20 @@ TOKENS, ROWS = 15, 30
 def test_an_op_takes_its_bytes_or_operations_over_the_rate(kind, unit, tile, seconds) -> None:
     op = Op(kind, LaneName.COMPUTE, (), unit=unit, tile=tile)
     assert cost_of(LAYOUT, SHAPE, assumed(LAYOUT, SHAPE, RATES))(op) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lane", "buffer", "nbytes"),
+    [
+        (OpKind.UPLOAD, LaneName.DISK_FEED, Buffer(Place.WEIGHT, (1, 1)), 128 * 2),
+        (OpKind.SPILL, LaneName.DISK_SPILL, Buffer(Place.SAVED, (0,)), TOKENS * HIDDEN * 2),
+        (OpKind.FETCH, LaneName.DISK_FETCH, Buffer(Place.SAVED, (0,)), TOKENS * HIDDEN * 2),
+    ],
+)
+def test_what_goes_straight_between_disk_and_device_takes_the_disks_time(kind, lane, buffer, nbytes) -> None:
+    op = Op(kind, lane, (Access("any", buffer, ("x",), None),), unit=1, tile=1)
+    rates = replace(RATES, disk_nbytes=4.0)
+    assert cost_of(LAYOUT, SHAPE, assumed(LAYOUT, SHAPE, rates))(op) == pytest.approx(2 * nbytes / 4)
 
 
 @pytest.mark.parametrize("update", Update)

@@ -20,6 +20,9 @@ from engine.toys import (
 )
 from slideformer.device.cpu import CpuDevice
 from slideformer.engine.options import CONTENTS
+from slideformer.memory import padded
+from slideformer.schedule import Place
+from slideformer.schedule.ops import STAGING
 
 EVERY = [c for n in range(1, 5) for c in combinations(CONTENTS, n)]
 
@@ -50,6 +53,31 @@ def test_everything_on_disk_with_saved_inputs_and_micro_batches(dtype, tied, rin
     decoder = toy_decoder(tied=tied, dtype=dtype)
     where = {"disk": on_disk(decoder), "saved_on_device": 0, "saved_on_host": 1, "disk_ring": ring}
     same_as_sequential(decoder, tmp_path / "disk", micro_batches=2, **where, **EAGER)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("program", [EAGER, {"max_grad_norm": 0.5}, {"sliced_head": True}], ids=str)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_weights_and_saved_inputs_that_go_straight_to_the_device_and_back(dtype, tied, program, tmp_path):
+    """On the CPU the device's memory is the host's, so files are read and written there as anywhere."""
+    decoder = toy_decoder(tied=tied, dtype=dtype)
+    where = {"disk": on_disk(decoder), "saved_on_device": 0, "saved_on_host": 1, "gds": True}
+    same_as_sequential(decoder, tmp_path / "disk", micro_batches=2, **where, **program)
+
+
+def test_what_goes_straight_takes_no_staging_and_what_does_not_still_does(tmp_path):
+    decoder = toy_decoder(dtype=torch.bfloat16)
+    where = {"disk": on_disk(decoder), "saved_on_host": 0, "saved_on_device": 0, "disk_ring": 1, **EAGER}
+    found = {}
+    for gds in (False, True):
+        options = toy_options(offload_dir=str(tmp_path / "disk"), gds=gds, **where)
+        with engine_on(decoder, options) as engine:
+            staged = [b for b in engine.executor.buffers if b.place in STAGING]
+            found[gds] = {b.place for b in staged}, engine.budget.host_nbytes, engine.budget.device_nbytes
+    (usual, host, device), (straight, host_then, device_then) = found[False], found[True]
+    assert usual == STAGING and straight == {Place.STAGED_STATE, Place.STAGED_WEIGHTS}  # the table's rows are gathered
+    assert host - host_then == 2 * padded(2 * 2 * 12 * decoder.hidden_size), "saved inputs: a place out, one back"
+    assert device == device_then
 
 
 @pytest.mark.parametrize("where", [{"late": (2, 3), **EAGER}, {"sliced_head": True}, {"ahead": (0, 1)}], ids=str)

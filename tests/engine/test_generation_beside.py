@@ -61,6 +61,7 @@ SETTINGS = {
     "all resident": {**EAGER, "resident": (0, 1, 2, 3, 4, 5)},
     "a sliced head, one slot": {**EAGER, "sliced_head": True, "window": 1},
     "everything on disk": {**EAGER, "disk": "everything"},
+    "everything on disk, straight": {**EAGER, "disk": "everything", "gds": True},
 }
 
 

@@ -110,6 +110,7 @@ def cases(draw: st.DrawFn, *, max_blocks: int = 5, training: bool | None = None)
         disk=tuple(sorted(disk)),
         disk_ring=draw(st.integers(1, 4)),
         saved_on_host=draw(st.sampled_from([None, 0, 1, 3])),
+        gds=draw(st.booleans()),
         micro_batches=draw(st.integers(1, 4)),
         hidden_pool=draw(st.sampled_from([0, 1, 2, 3, 5, 8, 40])),
         hidden_ring=draw(st.integers(2, 6)),
@@ -171,12 +172,16 @@ def examples() -> dict[str, Case]:
     stored = StepOptions(window=1, micro_batches=2, hidden_ring=2, ring=2, disk=every_content(tied), saved_on_host=1)
     stored_deferred = replace(spilling32, disk=every_content(untied), disk_ring=1, saved_on_host=0)
     some_stored = StepOptions(disk=(("exp_avg_sq", 2), ("weight", 0), ("residual", 3)), resident=(1,))
+    straight, straight_deferred = replace(stored, gds=True), replace(stored_deferred, gds=True)
+    straight_sliced = replace(sliced, disk=every_content(untied), gds=True)
     later = PassOptions(window=1, micro_batches=2, hidden_pool=3, cached_on_device=3, cache_ring=2, first=False)
     first = replace(later, first=True, resident=(0, 3), hidden_pool=0, fp32_compute=True)
+    stored_pass = replace(later, disk=every_content(tied), gds=True)
     sliced_pass = replace(later, sliced_head=True, cache_ring=1, hidden_pool=0)
     return {
         "first pass": Case(tied, first, build_pass(tied, first)),
         "later pass": Case(tied, later, build_pass(tied, later)),
+        "later pass from disk, straight": Case(tied, stored_pass, build_pass(tied, stored_pass)),
         "later pass with a sliced head": Case(untied, sliced_pass, build_pass(untied, sliced_pass)),
         "tied, sliced head": Case(tied, sliced, build_step(tied, sliced)),
         "untied, sliced head, ahead": Case(untied, sliced_ahead, build_step(untied, sliced_ahead)),
@@ -190,6 +195,9 @@ def examples() -> dict[str, Case]:
         "untied, all on disk, deferred fp32": Case(untied, stored_deferred, build_step(untied, stored_deferred)),
         "some on disk": Case(tied, some_stored, build_step(tied, some_stored)),
         "evaluation from disk": Case(untied, stored_deferred, build_evaluation(untied, stored_deferred)),
+        "tied, all on disk, straight": Case(tied, straight, build_step(tied, straight)),
+        "untied, deferred fp32, straight": Case(untied, straight_deferred, build_step(untied, straight_deferred)),
+        "untied, sliced, straight": Case(untied, straight_sliced, build_step(untied, straight_sliced)),
         "tied eager": Case(tied, eager, build_step(tied, eager)),
         "tied deferred": Case(tied, deferred, build_step(tied, deferred)),
         "untied eager spilling": Case(untied, spilling, build_step(untied, spilling)),

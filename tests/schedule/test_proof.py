@@ -26,6 +26,7 @@ from schedule.plans import (
 from slideformer.schedule import (
     Access,
     Buffer,
+    LaneName,
     Op,
     OpKind,
     Plan,
@@ -36,6 +37,8 @@ from slideformer.schedule import (
     check,
     prove,
 )
+from slideformer.schedule.disk import STRAIGHT
+from slideformer.schedule.ops import DISK_LANES, FILED
 from slideformer.schedule.waits import derive
 
 EXAMPLES = examples()
@@ -157,6 +160,37 @@ def test_a_plan_of_other_options_is_caught():
     for other in (replace(options, update="deferred"), replace(options, fp32_compute=True)):
         with pytest.raises(PlanError, match="must declare"):
             prove(plan, layout, other)
+
+
+@pytest.mark.parametrize("name", ["tied, all on disk, straight", "untied, sliced, straight", "tied, all on disk"])
+def test_a_file_that_another_lane_moves_or_a_disk_lane_that_moves_none_is_caught(name: str):
+    case = EXAMPLES[name]
+    plan = case.plan
+    back = {straight: usual for usual, straight in STRAIGHT.items()}
+    for index, op in enumerate(plan.ops):
+        if lane := {**back, **STRAIGHT, LaneName.UPDATE: LaneName.DISK_WRITE}.get(op.lane):
+            if op.lane in DISK_LANES or any(a.buffer.place in FILED for a in op.accesses):
+                ops = (*plan.ops[:index], replace(op, lane=lane), *plan.ops[index + 1 :])
+                refuses(case, replace(plan, ops=ops, waits=derive(ops)), r"in lane \w+, and that is (not )?on disk")
+
+
+def test_with_gds_files_and_the_device_share_the_ops_that_move_between_them():
+    """Per lane of the disk: what it does. Of all tiles and saved inputs that are on disk, and of no other."""
+    case = EXAMPLES["tied, all on disk, straight"]
+    does = {lane: {op.kind for op in case.plan.ops if op.lane is lane} for lane in DISK_LANES}
+    assert does == {
+        LaneName.DISK_FEED: {OpKind.UPLOAD, OpKind.READ_WEIGHTS},
+        LaneName.DISK_SPILL: {OpKind.SPILL},
+        LaneName.DISK_FETCH: {OpKind.FETCH},
+        LaneName.DISK_READ: {OpKind.READ_STATE, OpKind.READ_ROWS},
+        LaneName.DISK_WRITE: {OpKind.WRITE_STATE, OpKind.WRITE_ROWS},
+    }
+    staged_for = {op.unit for op in case.plan.ops if op.kind is OpKind.READ_WEIGHTS}
+    assert staged_for == {0}, "rows of the table are gathered on the host"
+    assert not any(op.kind is OpKind.UPLOAD and op.lane is LaneName.UPLOAD for op in case.plan.ops)
+    fp32 = EXAMPLES["untied, deferred fp32, straight"].plan
+    uploads = {op.lane for op in fp32.ops if op.kind is OpKind.UPLOAD}
+    assert uploads == {LaneName.UPLOAD}, "two planes are joined on the way"
 
 
 def test_an_op_that_waits_for_a_later_one_or_has_no_list_of_waits_is_caught():

@@ -20,6 +20,7 @@ from slideformer.model.decoder import Call, Decoder
 from slideformer.native import HostKernels
 from slideformer.optim import join
 from slideformer.schedule import Op, OpKind
+from slideformer.schedule.ops import DISK_LANES
 
 Action = Callable[[Reach, Run, Op], None]
 
@@ -56,8 +57,8 @@ class DeviceActions:
             OpKind.EMBED: self.embed,
             OpKind.FORWARD: self.forward,
             OpKind.FORWARD_KEEP: self.forward_keep,
-            OpKind.SPILL: self.copy,
-            OpKind.FETCH: self.copy,
+            OpKind.SPILL: self.spill,
+            OpKind.FETCH: self.fetch,
             OpKind.HEAD: self.head,
             OpKind.HEAD_LOSS: self.head_loss,
             OpKind.BACKWARD: self.backward,
@@ -77,6 +78,20 @@ class DeviceActions:
     def copy(self, reach: Reach, run: Run, op: Op) -> None:
         reach["target"].copy_(reach["source"], non_blocking=True)
 
+    def spill(self, reach: Reach, run: Run, op: Op) -> None:
+        """To the host, or straight to a file."""
+        if op.lane in DISK_LANES:
+            reach.stored("target").write(reach["source"])
+        else:
+            self.copy(reach, run, op)
+
+    def fetch(self, reach: Reach, run: Run, op: Op) -> None:
+        """And back."""
+        if op.lane in DISK_LANES:
+            reach.stored("source").read(reach["target"])
+        else:
+            self.copy(reach, run, op)
+
     def load(self, reach: Reach, run: Run, op: Op) -> None:
         flat = run.feed.flat
         reach["batch"][: flat.numel()].copy_(flat, non_blocking=True)
@@ -88,6 +103,9 @@ class DeviceActions:
     def upload(self, reach: Reach, run: Run, op: Op) -> None:
         tile = self.layout.tiles(op.unit)[op.tile]
         target = reach["slice"][: tile.numel] if "slice" in reach else reach["target"][tile.start : tile.stop]
+        if op.lane in DISK_LANES:  # straight from a file
+            reach.stored("weight").read(target)
+            return
         weight = reach["weight"][: tile.numel]  # memory that it is staged in may be longer
         if "residual" not in reach:
             target.copy_(weight, non_blocking=True)

@@ -191,7 +191,7 @@ class _Clock:
         self.update_numel = costs.streamed_update_numel
 
     def seconds(self, op: Op) -> float:
-        for clock in (self.model_s, self.device_s, self.moved_s, self.updated_s, self.stored_s):
+        for clock in (self.stored_s, self.model_s, self.device_s, self.moved_s, self.updated_s):
             seconds = clock(op)
             if seconds is not None:
                 return seconds
@@ -260,7 +260,8 @@ class _Clock:
         return None
 
     def stored_s(self, op: Op) -> float | None:
-        """Each way at half the rate of both, as it is when the disk sets the pace."""
+        """Whatever the disk moves, also straight from or to the device: each way at half the rate of both, as it is
+        when the disk sets the pace."""
         nbytes = _stored_nbytes(op, self.layout, self.shape)
         return 2 * nbytes / self.rates.disk_nbytes if nbytes else None
 

@@ -18,8 +18,9 @@ from slideformer.device import Device, Lane, LaneFailure, Mark
 from slideformer.engine.reach import Held, Reach
 from slideformer.engine.run import Run
 from slideformer.errors import RunFailed
+from slideformer.memory import StoredTile
 from slideformer.schedule import Buffer, LaneName, Op, OpKind, Place, Plan
-from slideformer.schedule.ops import DISK_LANES, HOST_LANES, STAGING, STATE_PLACES
+from slideformer.schedule.ops import DISK_LANES, HOST_LANES, STATE_PLACES
 
 Action = Callable[[Reach, Run, Op], None]
 
@@ -107,8 +108,9 @@ class Executor:
         self.device, self.buffers, self._actions = device, buffers, actions
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self.lanes: dict[LaneName, Lane] = {} if lanes is None else lanes
+        uses_disk = any(isinstance(held, StoredTile) for held in buffers.values())
         for lane in LaneName:
-            if lane not in self.lanes and (lane not in DISK_LANES or any(b.place in STAGING for b in buffers)):
+            if lane not in self.lanes and (lane not in DISK_LANES or uses_disk):
                 self.lanes[lane] = device.lane(str(lane), host=lane in HOST_LANES)
         self._compiled: dict[int, _Compiled] = {}
         self._last: tuple[Plan, Run] | None = None

@@ -16,7 +16,9 @@ from slideformer.engine.options import EngineOptions
 from slideformer.errors import DoesNotFit
 from slideformer.layout import Layout
 from slideformer.memory import Budget, Limit, budget, host_limit, resident_nbytes, size
+from slideformer.memory.disk_gds import SUM_NBYTES
 from slideformer.schedule import Plan, evaluation_ops, step_ops
+from slideformer.schedule.disk import STRAIGHT
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ def budget_of(
         of_block = dict(zip(layout.blocks, costs.blocks, strict=True))
         kept = () if options.keep == "auto" else options.keep
         found.device["working memory"] = costs.workspace_nbytes + costs.library_nbytes
+        if options.gds and options.uses_disk:
+            found.device["sums of what the disk moves"] = len(STRAIGHT) * SUM_NBYTES
         if options.sliced_head is True:
             per_token = 2 * dtype.itemsize + 4  # before and after the final norm, and the fp32 sum of its gradient
             tokens = options.batch_shape(hidden_size, dtype).tokens

@@ -92,7 +92,7 @@ def _fewer_saved(options: EngineOptions, excess: int, room: HostRoom) -> tuple[E
     """With as many saved inputs on disk as make up for the excess of bytes, and what is left of it."""
     most = _num_saved(room, options) if options.saved_on_host is None else options.saved_on_host
     per_saved = room.saved_nbytes
-    staging = 2 * options.disk_ring * per_saved if options.saved_on_host is None else 0
+    staging = 0 if options.gds or options.saved_on_host is not None else 2 * options.disk_ring * per_saved
     fewer = min(-(-(excess + staging) // per_saved), most)
     if fewer * per_saved <= staging:
         return options, excess
@@ -101,7 +101,8 @@ def _fewer_saved(options: EngineOptions, excess: int, room: HostRoom) -> tuple[E
 
 def _staging_nbytes(room: HostRoom, options: EngineOptions, content: str) -> int:
     tile = max(room.layout.tiles(u)[0].numel for u in range(len(room.layout.units)))
-    rings = 2 if content in WEIGHTS or room.dtype is torch.float32 and content in RESIDUALS else 1
+    joined = room.dtype is torch.float32  # in the host's memory, from both planes
+    rings = 2 if content in WEIGHTS and (joined or not options.gds) or joined and content in RESIDUALS else 1
     return rings * options.disk_ring * padded(tile * DTYPES[content].itemsize)
 
 

@@ -49,8 +49,9 @@ class EngineOptions:
     in backward. disk: (content, unit) pairs that are in files of the folder offload_dir, a content being weight,
     residual, exp_avg or exp_avg_sq. saved_on_host: hidden states beyond those on the device that the host takes; the
     others go to files (None: it takes all). offload: decides these two. disk_ring: tiles in each ring
-    between disk and host. keep_offload_dir: the files stay at the end. beside_nbytes: what else will be taken beside
-    the engine, on the device and on the host.
+    between disk and host. gds: weights and saved inputs on disk go straight to the device and back.
+    keep_offload_dir: the files stay at the end. beside_nbytes: what else will be taken beside the engine, on the
+    device and on the host.
     """
 
     micro_batch_size: int = 1
@@ -81,6 +82,7 @@ class EngineOptions:
     saved_on_host: int | None = None
     offload: Offload | None = None
     disk_ring: int = 4
+    gds: bool = False
     offload_dir: str | None = None
     keep_offload_dir: bool = False
     beside_nbytes: tuple[int, int] = (0, 0)
@@ -166,4 +168,5 @@ class EngineOptions:
             disk=tuple((c, u) for c, u in self.disk if u not in resident and u not in ahead),
             disk_ring=self.disk_ring,
             saved_on_host=self.saved_on_host,
+            gds=self.gds,
         )

@@ -17,7 +17,10 @@ from slideformer.memory.disk_extent import GOLDEN, MIX, PAGE, keys
 from slideformer.native import ShortFile
 
 PIECE_NBYTES = 4 << 20
-"""Summed at a time: five temporaries of so much are on the device meanwhile."""
+"""Summed at a time."""
+
+SUM_NBYTES = 5 * PIECE_NBYTES
+"""On the device for the time of one sum: its temporaries."""
 
 
 class Gds:

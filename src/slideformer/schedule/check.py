@@ -13,7 +13,18 @@ from collections import Counter
 from slideformer.layout import Layout
 from slideformer.schedule.effects import Effect, Effects
 from slideformer.schedule.generation_effects import PassEffects
-from slideformer.schedule.ops import STAGING, STATE_PLACES, Buffer, Content, LaneName, OpKind, Place, Plan
+from slideformer.schedule.ops import (
+    DISK_LANES,
+    FILED,
+    STAGING,
+    STATE_PLACES,
+    Buffer,
+    Content,
+    LaneName,
+    OpKind,
+    Place,
+    Plan,
+)
 from slideformer.schedule.options import StepOptions, Update
 from slideformer.schedule.pass_options import PassOptions
 
@@ -27,6 +38,7 @@ def prove(plan: Plan, layout: Layout, options: StepOptions) -> None:
     effects = PassEffects(layout, options) if isinstance(options, PassOptions) else Effects(layout, options)
     _prove_effects(plan, effects, options)
     _prove_positions(plan, options)
+    _prove_lanes(plan, options)
     _prove_contents(plan, effects)
     _prove_order(plan)
 
@@ -64,11 +76,19 @@ def _prove_positions(plan: Plan, options: StepOptions) -> None:
             raise PlanError(f"{buffer} does not exist: there are {limits[buffer.place]} of its kind")
         if buffer.place in STAGING and not 0 <= buffer.index[1] < options.disk_ring:
             raise PlanError(f"{buffer} does not exist: there are {options.disk_ring} of its kind")
+
+
+def _prove_lanes(plan: Plan, options: StepOptions) -> None:
+    """The disk's lanes move what is on disk, and nobody else does."""
+    disk = frozenset(options.disk)
     for op in plan.ops:
-        for place, (position, *_) in (a.buffer for a in op.accesses if a.buffer.place is Place.SAVED):
-            on_disk = options.saved_on_host is not None and position >= options.saved_on_host
-            if on_disk != (op.kind in (OpKind.READ_SAVED, OpKind.WRITE_SAVED)):
-                raise PlanError(f"{op} touches {place}[{position}], which is {'' if on_disk else 'not '}on disk")
+        for buffer in (a.buffer for a in op.accesses if a.buffer.place in FILED):
+            on_disk = (str(buffer.place), buffer.index[0]) in disk
+            if buffer.place is Place.SAVED:
+                on_disk = options.saved_on_host is not None and buffer.index[0] >= options.saved_on_host
+            if on_disk != (op.lane in DISK_LANES):
+                is_there = f"is {'' if on_disk else 'not '}on disk"
+                raise PlanError(f"{op} touches {buffer} in lane {op.lane}, and that {is_there}")
 
 
 def _prove_contents(plan: Plan, effects: Effects) -> None:

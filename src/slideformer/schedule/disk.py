@@ -2,7 +2,8 @@
 
 A program is written as if all state and saved inputs were on the host. This pass gives every op that touches a tile on
 disk a place in a ring of staging buffers instead, with a read before and a write behind it where they are needed. How
-far reads run ahead follows from the waits: as far as a ring has places.
+far reads run ahead follows from the waits: as far as a ring has places. With GPUDirect Storage, uploads, spills and
+fetches need no staging: they become ops of the disk's lanes themselves.
 """
 
 from __future__ import annotations
@@ -10,11 +11,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from slideformer.schedule.ops import DISK_LANES, STAGING, STATE, Access, Buffer, Content, LaneName, Op, OpKind, Place
+from slideformer.schedule.ops import (
+    DISK_LANES,
+    FILED,
+    STAGING,
+    STATE,
+    Access,
+    Buffer,
+    Content,
+    LaneName,
+    Op,
+    OpKind,
+    Place,
+)
 from slideformer.schedule.options import StepOptions
 
 OUT, IN = 0, 1
 """Rings of saved inputs: on their way to the disk, and back."""
+
+STRAIGHT = {
+    LaneName.UPLOAD: LaneName.DISK_FEED,
+    LaneName.SPILL: LaneName.DISK_SPILL,
+    LaneName.FETCH: LaneName.DISK_FETCH,
+}
+"""Lanes between host and device, and those in which the same ops go between disk and device."""
 
 
 def staged(ops: Sequence[Op], options: StepOptions) -> tuple[Op, ...]:
@@ -31,7 +51,7 @@ def _without_dead_writes(ops: list[Op]) -> tuple[Op, ...]:
     live: list[Op] = []
     for op in reversed(ops):
         if op.lane in DISK_LANES:
-            files = [a for a in op.accesses if a.buffer.place not in STAGING]
+            files = [a for a in op.accesses if a.buffer.place in FILED]
             reads = files[0].needs is not None
             wanted = [next_reads.get(a.buffer, a.buffer.place is not Place.SAVED) for a in files]
             if not reads and not any(wanted):
@@ -55,6 +75,9 @@ class _Staging:
         if not on_disk:
             yield op
             return
+        if self._goes_straight(op):
+            yield Op(op.kind, STRAIGHT[op.lane], op.accesses, op.unit, op.tile, op.micro)
+            return
         reads = [a for a in on_disk if a.needs is not None]
         writes = [a for a in on_disk if a.leaves is not None]
         places = self._still_there(op, on_disk)
@@ -73,6 +96,10 @@ class _Staging:
             host = self._options.saved_on_host
             return host is not None and buffer.index[0] >= host
         return buffer.place in STATE and (str(buffer.place), buffer.index[0]) in self._disk
+
+    def _goes_straight(self, op: Op) -> bool:
+        joins = op.kind is OpKind.UPLOAD and self._options.fp32_compute
+        return self._options.gds and op.lane in STRAIGHT and not joins
 
     def _place(self, op: Op, buffer: Buffer) -> Buffer:
         if buffer.place is Place.SAVED:

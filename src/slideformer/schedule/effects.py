@@ -63,17 +63,17 @@ class Effects:
             case OpKind.LOAD:
                 yield Effect("batch", Place.BATCH, None, ("batch",))
             case OpKind.GATHER:
-                yield from self._planes(0, tile)
+                yield from self._planes(op)
                 yield Effect("rows", Place.ROWS_HOST, ("rows", tile) if tile else None, ("rows", tile + 1))
             case OpKind.PICK_ROWS:
                 yield Effect("batch", Place.BATCH, ("batch",), None)
                 yield self._weights("table", 0)
                 yield Effect("target", Place.ROWS, None, ("rows",))
             case OpKind.UPLOAD if self.sliced and unit == self.layout.output:
-                yield from self._planes(unit, tile)
+                yield from self._planes(op)
                 yield Effect("slice", Place.SLICE, None, ("slice", tile))
             case OpKind.UPLOAD:
-                yield from self._planes(unit, tile)
+                yield from self._planes(op)
                 place = Place.SLOT if unit in self.boundary else Place.DENSE
                 yield Effect("target", place, ("weights", unit, tile) if tile else None, ("weights", unit, tile + 1))
             case OpKind.EMBED:
@@ -298,12 +298,14 @@ class Effects:
     def _saved(self, op: Op) -> Place:
         """On the host as far as that has room; which positions those are, `check` looks at."""
         places = {a.buffer.place for a in op.accesses}
-        return Place.STAGED_SAVED if Place.STAGED_SAVED in places else Place.SAVED
+        return Place.STAGED_SAVED if Place.STAGED_SAVED in places and not self.options.gds else Place.SAVED
 
-    def _planes(self, unit: int, tile: int) -> Iterator[Effect]:
+    def _planes(self, op: Op) -> Iterator[Effect]:
+        """Of a tile that an op reads: staged if on disk, but for an upload that comes straight from there."""
+        straight = op.kind is OpKind.UPLOAD and self.options.gds and not self.options.fp32_compute
         for place in self._read_planes:
-            held = Place.STAGED_WEIGHTS if (str(place), unit) in self.disk else place
-            yield Effect(str(place), held, (str(place), unit, tile, 0), None)
+            held = Place.STAGED_WEIGHTS if (str(place), op.unit) in self.disk and not straight else place
+            yield Effect(str(place), held, (str(place), op.unit, op.tile, 0), None)
 
     def _state(self, unit: int, tile: int, needs: int | str, leaves: int | str | None = None) -> Iterator[Effect]:
         for place in STATE:

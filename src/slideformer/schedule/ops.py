@@ -23,7 +23,7 @@ class LaneName(StrEnum):
     GATHER = "gather"
     DISK_READ = "disk_read"  # state for updates
     DISK_WRITE = "disk_write"  # and back
-    DISK_FEED = "disk_feed"  # weights for uploads and gathers
+    DISK_FEED = "disk_feed"  # weights for uploads and gathers, or uploads straight from files
     DISK_SPILL = "disk_spill"  # saved inputs
     DISK_FETCH = "disk_fetch"
 
@@ -31,8 +31,8 @@ class LaneName(StrEnum):
 DISK_LANES = frozenset(
     {LaneName.DISK_READ, LaneName.DISK_WRITE, LaneName.DISK_FEED, LaneName.DISK_SPILL, LaneName.DISK_FETCH}
 )
-"""Lanes between files and page-locked memory of the host. Reads have lanes of their own, so that none of them waits
-behind one whose place is not free yet."""
+"""Lanes between files and memory: the host's, page-locked, or with GPUDirect Storage the device's. Reads have lanes of
+their own, so that none of them waits behind one whose place is not free yet."""
 
 HOST_LANES = frozenset({LaneName.UPDATE, LaneName.GATHER}) | DISK_LANES
 """Lanes whose work is done by host threads; the others launch work on the device."""
@@ -155,6 +155,9 @@ class Place(StrEnum):
 
 STATE = (Place.WEIGHT, Place.RESIDUAL, Place.EXP_AVG, Place.EXP_AVG_SQ)
 STATE_PLACES = frozenset(STATE)
+FILED = STATE_PLACES | {Place.SAVED}
+"""What may lie in files."""
+
 STAGING = frozenset({Place.STAGED_STATE, Place.STAGED_WEIGHTS, Place.STAGED_SAVED})
 """Page-locked memory between disk and everybody else. Its first index says which ring of the place."""
 
@@ -228,9 +231,9 @@ class Plan:
         return {a.buffer: None for op in self.ops for a in op.accesses}
 
     def on_disk(self) -> set[Buffer]:
-        """Those of its buffers that lie on disk: what the disk lanes move, but for where they stage it."""
+        """Those of its buffers that lie on disk: what the disk lanes move, but for where they move it from or to."""
         moved = (a.buffer for op in self.ops if op.lane in DISK_LANES for a in op.accesses)
-        return {b for b in moved if b.place not in STAGING}
+        return {b for b in moved if b.place in FILED}
 
     def __str__(self) -> str:
         """One line an op: number, lane, op, what it reads -> what it writes, and which ops it waits for.

@@ -26,7 +26,8 @@ class StepOptions:
     keep what backward needs from forward, instead of being run again.
     disk: (content, unit) pairs, a content being weight, residual, exp_avg or exp_avg_sq, that are on disk. disk_ring:
     places in each ring between disk and host. saved_on_host: spilled saved inputs that the host takes, the others are
-    on disk (None: it takes all).
+    on disk (None: it takes all). gds: weights and saved inputs go between disk and device without passing the host;
+    under fp32 compute only saved inputs, since weights are joined from two planes there.
     """
 
     window: int = 2
@@ -45,6 +46,7 @@ class StepOptions:
     disk: tuple[tuple[str, int], ...] = ()
     disk_ring: int = 2
     saved_on_host: int | None = None
+    gds: bool = False
 
     def __post_init__(self) -> None:
         for name in ("window", "grad_slots", "ring", "micro_batches", "disk_ring"):
