@@ -292,8 +292,12 @@ def test_page_lock_counts_exactly_what_was_locked(open_another):
         for arena in arenas:
             assert arena.page_lock(device)
         assert Arena(0, "empty").page_lock(device)
-        expected = sum(a.nbytes for a in arenas) if device.kind == "cuda" else 0
-        assert device.page_locked_nbytes == expected
+        expected = [a.nbytes if device.kind == "cuda" else 0 for a in arenas]
+        assert device.page_locked_nbytes == sum(expected)
+        for _ in range(2):  # once is enough
+            arenas[0].page_unlock(device)
+            assert device.page_locked_nbytes == expected[1]
+        assert arenas[0].page_lock(device) and device.page_locked_nbytes == sum(expected)
     assert device.page_locked_nbytes == 0
 
 

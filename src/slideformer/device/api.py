@@ -110,6 +110,10 @@ class Device(Protocol):
         """Page-lock host memory in place, for asynchronous copies. False, and a warning, where it is refused."""
         ...
 
+    def page_unlock(self, tensor: torch.Tensor) -> None:
+        """Take back `page_lock` of just this tensor, which no lane copies any more; nothing where it was refused."""
+        ...
+
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a small host tensor that can be copied to the device without blocking."""
         ...

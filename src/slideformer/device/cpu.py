@@ -75,6 +75,9 @@ class CpuDevice:
     def page_lock(self, tensor: torch.Tensor) -> bool:
         return True  # host memory is device memory here: there is no copy that it could speed up
 
+    def page_unlock(self, tensor: torch.Tensor) -> None:
+        pass
+
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 

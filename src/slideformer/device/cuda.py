@@ -114,7 +114,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self.fault = Fault()
         self._lanes: list[CudaHostLane] = []
-        self._locked: list[torch.Tensor] = []
+        self._locked: dict[int, torch.Tensor] = {}  # by address
         self._fraction_before: float | None = None
         self._clock_stream = torch.cuda.Stream(self.torch_device)
         self.clock = _Anchor(self._clock_stream)
@@ -129,7 +129,7 @@ class CudaDevice:
 
     @property
     def page_locked_nbytes(self) -> int:
-        return sum(t.nbytes for t in self._locked)
+        return sum(t.nbytes for t in self._locked.values())
 
     def lane(self, name: str, *, host: bool) -> Lane:
         lane = CudaHostLane(name, self) if host else StreamLane(name, self)
@@ -159,8 +159,12 @@ class CudaDevice:
                 status,
             )
             return False
-        self._locked.append(tensor)
+        self._locked[tensor.data_ptr()] = tensor
         return True
+
+    def page_unlock(self, tensor: torch.Tensor) -> None:
+        if self._locked.pop(tensor.data_ptr(), None) is not None:
+            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory()
@@ -228,9 +232,8 @@ class CudaDevice:
         self._lanes.clear()
         if self.fault.first is None:
             torch.cuda.synchronize(self.torch_device)
-        for tensor in self._locked:
-            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
-        self._locked.clear()
+        for tensor in list(self._locked.values()):
+            self.page_unlock(tensor)
         if self._fraction_before is not None:
             torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.torch_device)
             self._fraction_before = None

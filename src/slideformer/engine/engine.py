@@ -65,12 +65,7 @@ class Engine:
             self.options = options = settled.options
             self.budget, self.costs = settled.budget, settled.costs
             if options.uses_disk:
-                through_host = device.kind == "cpu"  # whose memory is the device's: there is nothing to go around
-                self.folder = DiskFolder(
-                    Path(str(options.offload_dir)),
-                    keep=options.keep_offload_dir,
-                    gds=options.gds and not through_host,
-                )
+                self.folder = DiskFolder(Path(str(options.offload_dir)), keep=options.keep_offload_dir)
                 self.costs = _with_disk_rate(self.costs, self.folder)
             self.step_options = options.step_options(self.layout, decoder.dtype)
             self._plans: dict[tuple[bool, int], Plan] = {}
@@ -202,10 +197,15 @@ class Engine:
         self._require_whole()
         lengths = [len(prompt) for prompt in prompts]
         shape = shape_of(self.decoder, lengths, sampling.max_new_tokens, self._shape.micro_tokens)
-        made = self._generation
-        if made is None or not made.usable or not made.shape.covers(shape):
+        if self._generation is None or not (self._generation.usable and self._generation.shape.covers(shape)):
+            self._drop_generation()  # first, so that no two lie in memory
             self._generation = Generation.beside(self, shape)
         return self._generation.run(prompts, sampling, told)
+
+    def _drop_generation(self) -> None:
+        if self._generation is not None:
+            self._generation.close()
+            self._generation = None
 
     def _feed(self, batch: Sequence[MicroBatch]) -> Feed:
         return build_feed(
@@ -221,8 +221,7 @@ class Engine:
         if self._closed:
             raise RunFailed("the engine is closed: build another one")
         if self._generation is not None and not self._generation.usable:
-            self.executor.wait_idle()  # its lanes are these, and may be at work for it in slots that are lent to it
-            self._generation = None
+            self._drop_generation()  # its lanes are these, and may be at work for it in slots that are lent to it
         self.state.flush()
         self.executor.submit(plan, run)
         return StepResult(plan, run)

@@ -157,7 +157,8 @@ class Generation:
         self._plans: dict[tuple[int, bool], Plan] = {}
         needed = pass_needs(listed_passes(self.layout, options), self.layout, shape)
         own: dict[Buffer, Need] = {b: n for b, n in needed.items() if b not in lent}
-        buffers = {**make(own, self.layout, state, device), **{b: lent[b] for b in needed if b in lent}}
+        made, self._arenas = make(own, self.layout, state, device)
+        buffers = {**made, **{b: lent[b] for b in needed if b in lent}}
         actions = PassActions(decoder, kernels, device, self.layout).table()
         self.executor = Executor(device, buffers, actions, lanes)
         self._sequences = buffers[Buffer(Place.SEQUENCES)]
@@ -175,6 +176,12 @@ class Generation:
     def usable(self) -> bool:
         """No run of it has failed or was left."""
         return not self.executor.interrupted
+
+    def close(self) -> None:
+        """Wait for what is under way and unlock the memory of keys and values, which goes with this."""
+        self.executor.wait_idle()
+        for arena in self._arenas:
+            arena.page_unlock(self.device)
 
     def run(self, prompts: Sequence[Sequence[int]], sampling: Sampling, told: Told = lambda _: None) -> Generated:
         """New tokens for every prompt; blocks. Raises BadInput for prompts that do not fit, LaneFailure, and whatever

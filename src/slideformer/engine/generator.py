@@ -108,7 +108,7 @@ class GenerationEngine:
         """Wait for what is under way, and end the engine's threads."""
         if not self._closed:
             self._closed = True
-            self._generation.executor.wait_idle()
+            self._generation.close()
             if self._own_kernels:
                 self.kernels.close()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 
@@ -172,12 +173,19 @@ def allocate(
 ) -> dict[Buffer, Held]:
     """Every buffer of these plans; saved inputs on disk in a file of `folder`. Raises DoesNotFit naming the tier when
     there is no room."""
-    return make(needs(plans, layout, shape), layout, state, device, folder)
+    return make(needs(plans, layout, shape), layout, state, device, folder).buffers
+
+
+class Made(NamedTuple):
+    """arenas: page-locked; whoever lets go of the buffers before the device is closed unlocks them."""
+
+    buffers: dict[Buffer, Held]
+    arenas: tuple[Arena, ...]
 
 
 def make(
     found: Mapping[Buffer, Need], layout: Layout, state: State, device: Device, folder: DiskFolder | None = None
-) -> dict[Buffer, Held]:
+) -> Made:
     """Every buffer of `needs`. Raises DoesNotFit naming the tier when there is no room."""
     locked = [(n.numel, n.dtype) for n in found.values() if n.tier is Tier.LOCKED]
     arena = Arena.of(locked, "gradient, saved-input and row buffers")
@@ -203,7 +211,7 @@ def make(
                 buffers[buffer] = stored[buffer]
     arena.page_lock(device)
     staging.page_lock(device)
-    return buffers
+    return Made(buffers, (arena, staging))
 
 
 def _saved_on_disk(found: Mapping[Buffer, Need], folder: DiskFolder | None) -> dict[Buffer, StoredTile]:

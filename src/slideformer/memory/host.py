@@ -70,3 +70,7 @@ class Arena:
 
     def page_lock(self, device: Device) -> bool:
         return device.page_lock(self._bytes)
+
+    def page_unlock(self, device: Device) -> None:
+        """When no lane copies from it or to it any more."""
+        device.page_unlock(self._bytes)

@@ -105,8 +105,10 @@ class Samples:
             self._path.unlink(missing_ok=True)  # of another run
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         self._held.close()
+        if kind is None and self._generation is not None:  # else a disk may hang, and nobody waits for it here
+            self._generation.close()
 
     def due(self, step: int, *, last: bool) -> bool:
         return self._every > 0 and (last or step % self._every == 0)
