@@ -65,7 +65,12 @@ class Engine:
             self.options = options = settled.options
             self.budget, self.costs = settled.budget, settled.costs
             if options.uses_disk:
-                self.folder = DiskFolder(Path(str(options.offload_dir)), keep=options.keep_offload_dir)
+                through_host = device.kind == "cpu"  # whose memory is the device's: there is nothing to go around
+                self.folder = DiskFolder(
+                    Path(str(options.offload_dir)),
+                    keep=options.keep_offload_dir,
+                    gds=options.gds and not through_host,
+                )
                 self.costs = _with_disk_rate(self.costs, self.folder)
             self.step_options = options.step_options(self.layout, decoder.dtype)
             self._plans: dict[tuple[bool, int], Plan] = {}
