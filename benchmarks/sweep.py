@@ -4,8 +4,8 @@
     python benchmarks/sweep.py --report sweep.jsonl
 
 SHAPE@LIMIT is a shape and the GiB of the GPU that may be used; 141 is all. Of the placements by hand, those that fit
-are sorted by the planner's clock, and the first --manual are measured. Engines follow each other in one process over
-the same host memory, touched once, since touching it takes longer than everything else. One JSON line a placement.
+are sorted by the planner's clock, and the first --manual are measured. Engines follow each other in one process, in the
+order of --only, over the same host memory and from one measurement of the blocks (pool.py). One JSON line a placement.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
 from lines import GIB, new_run, shared, spread, write
-from pool import STATE_NBYTES, HostPool, fill_alike
+from pool import STATE_NBYTES, HostPool, fill, measured_once
 from report import read
 from rules import Line
 from shapes import random_tokens, shape
@@ -34,10 +35,10 @@ from slideformer.engine.placement import Room, placed
 from slideformer.errors import DoesNotFit
 from slideformer.layout import Layout, UnitKind
 from slideformer.model.decoder import Decoder
+from step import num_params
 from targets import Target
 
 WHOLE_GIB = 141
-WARMUP = 2
 LR = 1e-5
 STEP_OFF, BYTES_OVER, AUTO_OVER = 0.10, 1.05, 1.03
 AUTO = "auto"
@@ -68,7 +69,7 @@ def by_hand(layout: Layout, options: EngineOptions) -> dict[str, EngineOptions]:
 def measure(name: str, limit: float, args: argparse.Namespace, pool: HostPool, common: Line) -> None:
     """The automatic placement, and then those by hand."""
     cuda = args.device != "cpu"
-    config = shape(name, num_layers=args.num_layers)
+    config = _config(name, args)
     dtype = torch.bfloat16 if cuda else torch.float32
     decoder = Decoder(config, dtype=dtype, tile_numel=args.tile_numel, device=args.device)
     options = EngineOptions(
@@ -98,14 +99,18 @@ def measure(name: str, limit: float, args: argparse.Namespace, pool: HostPool, c
             torch.cuda.empty_cache()
 
 
+def _config(name: str, args: argparse.Namespace) -> PretrainedConfig:
+    return shape(name, num_layers=args.num_layers)
+
+
 def run(
     decoder: Decoder, options: EngineOptions, args: argparse.Namespace, pool: HostPool
 ) -> tuple[Line, list[tuple[str, EngineOptions]]]:
     """What is measured of one placement, and which ones by hand are worth a try beside it."""
     began = time.perf_counter()
-    pool.reset(int(STATE_NBYTES * sum(unit.numel for unit in decoder.layout.units)))
+    pool.reset(args.pool_nbytes)
     with open_device(args.device) as device, Engine(decoder, device, options) as engine:
-        fill_alike(engine)
+        fill(engine)
         if device.kind == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -143,7 +148,7 @@ def _steps(engine: Engine, args: argparse.Namespace) -> list[float]:
     """Seconds from the end of a step to the end of the next, with one always queued behind."""
     ends: list[float] = []
     before = None
-    for index in range(WARMUP + args.steps):
+    for index in range(args.warmup + args.steps):
         tokens = random_tokens(index, args.batch, args.seq, engine.decoder.vocab_size)
         result = engine.step([MicroBatch(tokens, tokens)], lr=LR)
         if before is not None:
@@ -152,7 +157,7 @@ def _steps(engine: Engine, args: argparse.Namespace) -> list[float]:
         before = result
     before.wait()
     ends.append(time.perf_counter())
-    return [b - a for a, b in pairwise(ends)][WARMUP - 1 :]
+    return [b - a for a, b in pairwise(ends)][args.warmup - 1 :]
 
 
 def verdicts(lines: Sequence[Line]) -> Iterator[Target]:
@@ -206,6 +211,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--manual", type=int, default=3, help="placements by hand that are measured; 0: none")
     parser.add_argument("--tile-numel", type=int, default=16 << 20)
     parser.add_argument("--device", default="cuda", help="cpu only tries the script")
@@ -216,9 +222,12 @@ def main() -> int:
         return report(args.report)
     if not args.only:
         parser.error("--only is empty, must name at least one SHAPE@GIB")
+    if args.warmup < 1 or args.steps < 1:
+        parser.error(f"--warmup is {args.warmup} and --steps {args.steps}, must be at least 1 each")
     common = shared("sweep", new_run(), sys.argv)
-    with HostPool() as pool:
-        for name, limit in sorted(args.only, key=lambda one: -one[1]):
+    args.pool_nbytes = int(max(STATE_NBYTES * num_params(_config(name, args)) for name, _ in args.only))
+    with HostPool() as pool, measured_once():
+        for name, limit in args.only:
             measure(name, limit, args, pool, common)
     return 0
 
