@@ -285,7 +285,7 @@ def block(inputs: Inputs) -> Op:
             flat = inputs.randn(decoder.layout.units[unit].numel) * 0.02
             products = decoder.layout.units[unit].decay_numel * inputs.batch * inputs.seq
             attention = inputs.batch * config.num_attention_heads * config.head_dim * inputs.seq**2
-            op.flops = 6 * products + 2 * products + 6 * attention + 2 * attention  # the rerun counted, causal half
+            op.flops = 6 * products + 6 * attention  # one forward and its backward; causal half
         op.impls[name] = _block_call(decoder, flat, hidden, grad, compiled="compile" in name)
         if name == "liger":  # which changes the family's function and classes for the whole process
             op.impls[name] = partial(_with_rotary, family, family.apply_rotary_pos_emb, op.impls[name])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rules import Line
 from targets import Target
 
-TIME, MEMORY, BANDWIDTH, PACKED = 1.02, 1.0, 0.80, 1.10
+TIME, MEMORY, BANDWIDTH, PACKED, PRODUCT = 1.02, 1.0, 0.80, 1.10, 1.0
 OFF = 0.025
 """Relative, of a whole gradient of a block in bf16: ~20 roundings of 2^-9 in quadrature on either side, twice that."""
 
@@ -29,6 +29,8 @@ def targets(lines: Sequence[Line]) -> Iterator[Target]:
         if "ours sliced" in impls and liger is not None:
             yield from _memory(f"{name}, by slices, memory over Liger's", impls["ours sliced"], liger)
         for impl, line in impls.items():
+            if line.get("tflops"):  # else FLOPs were counted that nobody made
+                yield Target(f"{name}, {impl}, share of the product's rate", line["of_limit"], PRODUCT)
             if line.get("off_by"):
                 yield Target(f"{name}, {impl}, gradients off the model's own by", line["off_by"], OFF)
         if "one row" in impls and "rows" in impls:  # uneven samples are other samples, with more attention

@@ -5,9 +5,9 @@
 
 Forward and backward of one op at the sizes of a model, bf16. One JSON line an op and implementation, all of one call
 under one `run`: milliseconds, the most memory taken above the inputs (MiB), bytes or FLOPs a second, and the share of
-what a plain copy or an 8192^3 matrix product reaches in the same call. Calls alternate between implementations, so
-that all meet the same machine. Before anything is timed, other processes compile everything at once, into the caches of
-Triton and of torch. The report ends with the targets (kernel_targets.py).
+what a plain copy or an 8192^3 matrix product reaches in the same call. Implementations take turns, in
+another order each time, so that all meet the same machine. Before anything is timed, other processes compile everything
+at once, into the caches of Triton and of torch. The report ends with the targets (kernel_targets.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -107,10 +108,12 @@ def measure(op: Op, clock: Clock, reps: int) -> dict[str, dict[str, object]]:
             print(f"{op.name} {name}: {(str(error) or repr(error)).splitlines()[0]}", file=sys.stderr)
             del op.impls[name]
     times: dict[str, list[float]] = {name: [] for name in op.impls}
+    order = list(op.impls)
     for _ in range(reps):
-        for name, work in op.impls.items():
+        random.shuffle(order)  # a GPU at its power limit is faster after work that left it cool
+        for name in order:
             op.prepare()
-            times[name].append(clock.ms(work))
+            times[name].append(clock.ms(op.impls[name]))
     alike = {"steps": reps}
     return {
         name: {"ms": spread(times[name]), "peak_mib": peaks[name], **alike, **off_by.get(name, {})} for name in times
