@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -286,6 +287,7 @@ def test_a_second_signal_in_a_save_ends_the_run_at_once_and_leaves_no_half(confi
     with pytest.raises(Stopped, match="at once, because it was the second signal"):
         run(config_for(max_steps=5, save_steps=2))
     assert [path.name for path in tmp_path.glob("out/*checkpoint*")] == ["checkpoint-2"]
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("slideformer")] == []
 
 
 def test_a_second_signal_waits_for_no_queued_work(config_for, kill_after, monkeypatch) -> None:

@@ -58,7 +58,6 @@ class Saver:
         self._fault = Fault()
         self._lanes: list[ThreadLane] = []
         self._writing: _Writing | None = None
-        self._at_work: set[int] = set()  # units that lanes are copying just now
 
     def save(self, progress: Progress) -> None:
         """Begin to write one, when the one before is complete; those too many are removed at its end.
@@ -113,13 +112,11 @@ class Saver:
 
     def _copy(self, writing: _Writing, unit: int) -> None:
         """In a lane. The unit is held, so its state is that of the checkpoint's step."""
-        self._at_work.add(unit)
         if writing.failure is None:
             try:
                 writing.draft.unit(unit, self.engine.state)
             except BaseException as failure:  # raised in the caller, by `wait`
                 writing.failure = failure
-        self._at_work.discard(unit)
 
     def _finish(self, writing: _Writing) -> None:
         if writing.failure is None:
@@ -151,18 +148,17 @@ class Saver:
                 self.console.warn(str(failure))
             raise
         finally:
-            if self._fault.first is None:
+            if self._fault.first is None:  # else `_abandon` has done what can be done
                 for lane in self._lanes:
                     lane.close()
 
     def _abandon(self, stopped: Stopped) -> None:
-        """Drop what is queued. A thread that hangs in the disk is left to the end of the process."""
+        """Drop what is queued. Threads whose disk hangs are left to the end of the process."""
         self._fault.abandon(stopped)
-        if self._writing is None:
-            return
-        within(AT_ONCE_S, partial(self._discard, self._writing))
+        within(AT_ONCE_S, self._clear)
 
-    def _discard(self, writing: _Writing) -> None:
-        while self._at_work:
-            time.sleep(0.01)
-        writing.draft.discard()
+    def _clear(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+        if self._writing is not None:
+            self._writing.draft.discard()
