@@ -49,6 +49,12 @@ class TrainConfig(
                 raise WrongSettings(f"found the key {key!r}: keys are names, as text", ())
         return cls(**settings)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Raises WrongSettings: two fields that belong together would not be looked at together."""
+        raise WrongSettings(
+            f"{name} cannot be set: a config stays as it was made, so give {name} to TrainConfig", (name,)
+        )
+
     @model_validator(mode="before")
     @classmethod
     def _defaults_that_depend(cls, values: dict[str, object]) -> dict[str, object]:
