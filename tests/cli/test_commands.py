@@ -231,6 +231,25 @@ def test_doctor_measures_the_disk_under_a_folder_that_need_not_be_there(slidefor
     assert done.returncode == 2 and one_sentence(done).startswith("offload_dir /proc/self cannot be written to: ")
 
 
+@pytest.mark.parametrize("command", [("train",), ("train", "--dry-run"), ("plan",)], ids=" ".join)
+def test_gds_is_refused_on_a_cpu_before_anything_is_read_or_made(slideformer, yaml_for, tmp_path, command) -> None:
+    done = slideformer(*command, yaml_for(), "use_gds=true", "offload_dir=tier", "device=cpu")
+    assert done.returncode == 2
+    assert one_sentence(done) == (
+        "use_gds is true, but the device is the CPU, and only a GPU has it: drop it, or use device: cuda"
+    )
+    assert not (tmp_path / "tier").exists()
+
+
+def test_a_plan_for_a_gpu_with_gds_needs_neither_and_shows_what_goes_straight(slideformer, yaml_for) -> None:
+    words = ("use_gds=true", "offload_dir=tier", "device=cuda", "offload_weights=nvme", "offload_activations=nvme")
+    done = slideformer("plan", yaml_for(), *words)
+    assert done.returncode == 0, done.stderr
+    feed, spill = (line for line in done.stdout.splitlines() if line.lstrip().startswith(("disk_feed ", "disk_spill ")))
+    assert "u" in feed.split(maxsplit=1)[1] and "s" in spill.split(maxsplit=1)[1]
+    assert "sums of what the disk moves" in done.stdout
+
+
 def test_doctor_text_fits_80_columns(slideformer) -> None:
     done = slideformer("doctor", "--device", "cpu", "--offload-dir", ".")
     assert max(map(len, done.stdout.splitlines())) <= 80

@@ -67,6 +67,7 @@ def test_prompts_are_a_list_or_a_file(written, means) -> None:
         ({"max_disk_writes": "1TB"}, "max_disk_writes is given, but nothing lies on the disk"),
         ({"max_disk_writes": 5}, "found 5, which is no size"),
         ({"disk_tbw": 0}, "greater than 0"),
+        ({"use_gds": True}, "use_gds is true, but nothing lies on the disk: give offload_dir, or drop it"),
         ({"generate_steps": 5}, "generate_steps is 5, but there is nothing to go on from: give generate_prompts"),
         ({"generate_prompts": ["a"]}, "generate_prompts is given, but generate_steps is 0"),
         ({"generate_steps": -1}, "greater than or equal to 0"),

@@ -152,6 +152,7 @@ TRIGGERS: dict[str, list[str]] = {  # heading of troubleshooting.md -> words tha
     "batches are cut from encoded rows inside the run": ["num_workers=4"],
     "but offload_dir is not given": ["offload_optimizer=nvme"],
     "has other files in it": ["offload_optimizer=nvme", "offload_dir=.", "output_dir=../out"],
+    "but the device is the CPU, and only a GPU has it": ["use_gds=true", "offload_dir=tier", "device=cpu"],
     "would pass max_disk_writes": ["offload_optimizer=nvme", "offload_dir=tier", "max_disk_writes=1MB"],
 }
 AFTER_A_RUN = ("has checkpoints of an earlier run", "cannot be continued with this config")
@@ -165,6 +166,8 @@ CODES = {
 ELSEWHERE = {  # tried where they are made
     "of a run that was killed or kept its files": "memory/disk_claim.py",
     "is not what this run wrote": "memory/disk.py",
+    "GPUDirect Storage needs kvikio": "memory/disk_gds.py",
+    "GPUDirect Storage is emulated here": "memory/disk.py",
     "an answer without an end token": "data/encode.py",
     "another process is writing to": "train/output.py",
     "the checkpoints need": "train",

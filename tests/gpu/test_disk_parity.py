@@ -17,6 +17,7 @@ from slideformer.data.batches import MicroBatch  # noqa: E402
 from slideformer.device.cuda import CudaDevice  # noqa: E402
 from slideformer.engine import Engine, EngineOptions  # noqa: E402
 from slideformer.engine.options import CONTENTS  # noqa: E402
+from slideformer.layout import Layout  # noqa: E402
 from slideformer.model.decoder import Decoder  # noqa: E402
 
 EVERY = [c for n in range(1, 5) for c in combinations(CONTENTS, n)]
@@ -40,6 +41,10 @@ def deterministic(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
+def layout_of() -> Layout:
+    return Decoder(CONFIG, dtype=torch.bfloat16, tile_numel=1 << 18).layout
+
+
 def outcome(device: CudaDevice, **changes) -> tuple[list[tuple[float, float]], list[torch.Tensor]]:
     """Losses and norms of the steps, and every plane after them."""
     decoder = Decoder(CONFIG, dtype=torch.bfloat16, tile_numel=1 << 18, device="cuda")
@@ -60,13 +65,14 @@ def outcome(device: CudaDevice, **changes) -> tuple[list[tuple[float, float]], l
         planes = [state.part(u, c, 0, state.extent(u, c)[0]).clone() for c in CONTENTS for u in units]
         if engine.folder is not None:
             assert engine.folder.reads.nbytes > 0 and engine.folder.writes.nbytes > 0
+            assert (engine.folder.gds is not None) == engine.options.gds
     return found, planes
 
 
 @pytest.mark.parametrize("update", ["eager", "deferred"])
 def test_disk_and_host_runs_are_the_same(update, tmp_path):
     """Each block has another combination of contents on disk, and in one program the table and the final norm all."""
-    layout = Decoder(CONFIG, dtype=torch.bfloat16, tile_numel=1 << 18).layout
+    layout = layout_of()
     disk = [(content, unit) for unit, chosen in zip(layout.blocks, EVERY, strict=False) for content in chosen]
     if update == "eager":
         disk += [(content, unit) for unit in (0, len(layout.units) - 1) for content in CONTENTS]

@@ -1,15 +1,19 @@
 """Extents move between files and a GPU's memory as they do between files and the host's. Needs kvikio; without it
-tests/memory/test_disk.py says what is tried of the rest: sums, headers, and files."""
+tests/memory/test_disk.py says what is tried of the rest: sums, headers, and files; tests/engine/test_disk.py of a step
+whose weights and saved inputs go straight to the device."""
 
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from gpu.test_disk_parity import EVERY, deterministic, layout_of, outcome  # noqa: F401
 from memory.pages import noise, on_a_page
+from slideformer.device.cuda import CudaDevice
 from slideformer.memory import DiskFault, DiskFolder
 from slideformer.memory.disk_extent import PAGE, checksum
 from slideformer.memory.disk_gds import PIECE_NBYTES, device_checksum
@@ -94,3 +98,48 @@ def test_device_and_host_move_at_once(folder: DiskFolder) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_python_goes_on_while_bytes_move(folder: DiskFolder) -> None:
+    """Lanes launch work meanwhile; whoever keeps the interpreter for a read would hold them all up."""
+    file, data = folder.file("a", [256 * MIB]), torch.ones(256 * MIB, dtype=torch.uint8, device="cuda")
+    longest_s, done = [0.0], threading.Event()
+
+    def beats() -> None:
+        before = time.perf_counter()
+        while not done.is_set():
+            time.sleep(1e-4)
+            now = time.perf_counter()
+            longest_s[0], before = max(longest_s[0], now - before), now
+
+    thread = threading.Thread(target=beats)
+    thread.start()
+    began = time.perf_counter()
+    file.write(0, data)
+    file.read(0, data)
+    took_s = time.perf_counter() - began
+    done.set()
+    thread.join()
+    assert longest_s[0] < took_s / 4
+
+
+@pytest.mark.parametrize("update", ["eager", "deferred"])
+@pytest.mark.parametrize("contents", ["blocks", "all"])
+@pytest.mark.usefixtures("deterministic")
+def test_a_step_whose_weights_and_saved_inputs_go_straight_is_that_of_a_run_in_memory(
+    update: str, contents: str, tmp_path: Path
+) -> None:
+    """blocks: each block has another combination of contents on disk. all: everything, saved inputs too. Losses, norms
+    and every plane after the steps, bit for bit."""
+    layout = layout_of()
+    disk = [(content, unit) for unit, chosen in zip(layout.blocks, EVERY, strict=False) for content in chosen]
+    if contents == "all":
+        disk = [(content, unit) for unit in range(len(layout.units)) for content in EVERY[-1]]
+    program = {"update": update, "max_grad_norm": 0.0 if update == "eager" else 0.5}
+    where = {"disk": tuple(disk), "saved_on_host": 0 if contents == "all" else 2, "offload_dir": str(tmp_path / "disk")}
+    with CudaDevice() as device:
+        losses, planes = outcome(device, **program)
+        found, other = outcome(device, **program, **where, gds=True)
+        assert found == losses
+        assert all(map(torch.equal, planes, other))
+        assert losses[0][0] - losses[-1][0] >= 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from slideformer.train import trainer
 from slideformer.train.console import PlainConsole
 from slideformer.train.only import dry_run
 from slideformer.train.plan import plan_run
+from slideformer.train.setup import require_gds
 from slideformer.train.trainer import train
 from train.toy import write_sums
 
@@ -137,6 +139,16 @@ def test_a_share_of_the_saved_inputs_goes_to_disk_on_the_cpu_too(config_for, tmp
     num_saved = (4 + 1) * 8  # inputs of blocks, and a gradient; what comes back soonest may be in the ring of 4 still
     on_disk = found.budget.disk.get("saved inputs", 0) / saved_nbytes
     assert share * num_saved - 5 <= on_disk <= share * num_saved + 1
+
+
+def test_gds_without_kvikio_is_refused_before_the_data_is_read(config_for, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    config = config_for(use_gds=True, offload_dir="tier", dataset="not-there.jsonl")
+    with pytest.raises(BadInput, match=r"^GPUDirect Storage needs kvikio \(.*\): pip install 'slideformer\[gds\]'"):
+        require_gds(config, "cuda")
+    require_gds(config, "cuda", elsewhere=True)
+    with pytest.raises(BadInput, match="use_gds is true, but the device is the CPU"):
+        run(config)
 
 
 def test_a_folder_that_another_run_uses_is_refused_before_anything_is_written(config_for, tmp_path) -> None:

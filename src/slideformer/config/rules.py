@@ -170,6 +170,10 @@ def _of_the_disk(config: TrainConfig) -> list[tuple[bool, str]]:
             "max_disk_writes is given, but nothing lies on the disk: give offload_dir, or drop it",
         ),
         (
+            config.use_gds and config.offload_dir is None,
+            "use_gds is true, but nothing lies on the disk: give offload_dir, or drop it",
+        ),
+        (
             bool(used) and _same(config.offload_dir, config.model_name_or_path),
             f"offload_dir is the model's own folder, {config.offload_dir}: choose another",
         ),

@@ -131,6 +131,10 @@ class DiskFolder:
             if isinstance(error, OSError):
                 raise BadInput(f"offload_dir {path} cannot be used: {error.strerror}: choose another") from None
             raise
+        if self.gds is not None and not self.gds.real:
+            log.warning(
+                "GPUDirect Storage is emulated here: what it moves passes through host memory and is no faster for it"
+            )
         if not self.direct:
             log.warning(
                 "offload_dir %s has no direct I/O: what is on disk also takes page cache, so host memory may be short "

@@ -23,20 +23,30 @@ SUM_NBYTES = 5 * PIECE_NBYTES
 """On the device for the time of one sum: its temporaries."""
 
 
+def require_kvikio() -> None:
+    """Raise BadInput where kvikio is not installed, or does not find the libraries that it needs."""
+    try:
+        import kvikio  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        raise BadInput(
+            f"GPUDirect Storage needs kvikio ({error}): pip install 'slideformer[gds]', or leave it off"
+        ) from None
+
+
 class Gds:
     """kvikio's threads and settings, which a process has once. real: the disk and the device talk directly."""
 
     def __init__(self, *, threads: int, block_nbytes: int) -> None:
-        """Raises BadInput where kvikio is not installed, or does not find the libraries that it needs."""
-        try:
-            import kvikio
-            from kvikio import cufile_driver, defaults
-        except (ImportError, OSError, RuntimeError) as error:
-            raise BadInput(
-                f"GPUDirect Storage needs kvikio ({error}): pip install 'slideformer[gds]', or leave it off"
-            ) from None
+        """Emulated, blocks pass through as much page-locked memory as all threads have in hand, and past the page cache
+        as far as they are whole pages. Raises BadInput as `require_kvikio`."""
+        require_kvikio()
+        import kvikio
+        from kvikio import cufile_driver, defaults
+
         self._open = kvikio.CuFile
-        defaults.set({"num_threads": threads, "task_size": block_nbytes})
+        past_the_cache = {"auto_direct_io_read": True, "auto_direct_io_write": True}
+        sizes = {"num_threads": threads, "task_size": block_nbytes, "bounce_buffer_size": block_nbytes}
+        defaults.set({**sizes, **past_the_cache})
         self.real = not defaults.is_compat_mode_preferred() and bool(cufile_driver.get("is_gds_available"))
 
     def file(self, path: Path) -> GdsFile:

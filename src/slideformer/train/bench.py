@@ -35,7 +35,7 @@ from slideformer.train.disk_use import DiskUse
 from slideformer.train.loop import flops_per_token
 from slideformer.train.peak import peak_tflops
 from slideformer.train.plan import TEXT_WIDTH, plan_run
-from slideformer.train.setup import build_decoder, engine_options
+from slideformer.train.setup import build_decoder, device_kind, engine_options, require_gds
 from slideformer.train.stop import Stopped, StopRequests, let_go
 from slideformer.train.verdict import verdict
 
@@ -189,6 +189,7 @@ def run_bench(config: TrainConfig, *, steps: int, told: Callable[[str], None] = 
     when a signal asked for the end.
     """
     config = config.model_copy(update={"keep_offload_dir": False})
+    require_gds(config, device_kind(config))
     model_config = read_config(Path(config.model_name_or_path))
     check_parity(model_config, attn_implementation=config.attn_implementation, disable_dropout=config.disable_dropout)
     with StopRequests() as stop, ExitStack() as closing:

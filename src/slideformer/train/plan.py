@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from slideformer.config import TrainConfig
-from slideformer.device.cuda import cuda_available
 from slideformer.engine import EngineOptions, budget_of, require_fit
 from slideformer.engine.costs import ASSUMED, Costs, Rates, assumed, cost_of, disk_traffic, largest_block_numel
 from slideformer.engine.fit import host_room
@@ -18,7 +17,7 @@ from slideformer.memory import Budget, size
 from slideformer.model.decoder import Decoder
 from slideformer.schedule import Timeline, build_step, prove, simulate
 from slideformer.schedule.collector import collector_put_off
-from slideformer.train.setup import build_decoder, engine_options
+from slideformer.train.setup import build_decoder, device_kind, engine_options, require_gds
 from slideformer.train.verdict import verdict
 
 JOINED_RUNS = 3  # the second of three steps has one before and one after it, as most steps have
@@ -201,7 +200,8 @@ def plan_run(
 
     flops, link_nbytes, update_numel, disk_nbytes: rates of the machine, where they are known. Raises BadInput.
     """
-    kind = config.device if config.device != "auto" else "cuda" if cuda_available() else "cpu"
+    kind = device_kind(config)
+    require_gds(config, kind, elsewhere=True)
     decoder = build_decoder(config, kind, torch.device("cpu"))
     rates = ASSUMED[kind].known(
         flops=flops, link_nbytes=link_nbytes, update_numel=update_numel, disk_nbytes=disk_nbytes

@@ -8,8 +8,10 @@ from typing import Literal
 import torch
 
 from slideformer.config import TrainConfig
+from slideformer.device.cuda import cuda_available
 from slideformer.engine import EngineOptions, Offload
 from slideformer.errors import BadInput
+from slideformer.memory.disk_gds import require_kvikio
 from slideformer.model.decoder import Decoder, PretrainedConfig
 from slideformer.model.folder import read_config
 
@@ -51,6 +53,26 @@ def build_decoder(
     return decoder
 
 
+def device_kind(config: TrainConfig) -> str:
+    """Of the device that a run would open here."""
+    if config.device != "auto":
+        return config.device
+    return "cuda" if cuda_available() else "cpu"
+
+
+def require_gds(config: TrainConfig, kind: str, *, elsewhere: bool = False) -> None:
+    """Raise BadInput where use_gds asks for what is not there. kind: of the device. elsewhere: what is installed here
+    does not count."""
+    if not config.use_gds:
+        return
+    if kind == "cpu":
+        raise BadInput(
+            "use_gds is true, but the device is the CPU, and only a GPU has it: drop it, or use device: cuda"
+        )
+    if not elsewhere:
+        require_kvikio()
+
+
 def engine_options(config: TrainConfig) -> EngineOptions:
     """Sizes and rules for the engine. Evaluation batches use the same buffers, so the larger of both counts."""
     saved: dict[str | float, int | None | Literal["auto"]] = {"cpu": 0, "nvme": 0, "none": None}
@@ -66,6 +88,7 @@ def engine_options(config: TrainConfig) -> EngineOptions:
         offload=None if config.offload_dir is None else shares,
         offload_dir=config.offload_dir,
         keep_offload_dir=config.keep_offload_dir,
+        gds=config.use_gds,
         resident={"auto": "auto", "stream": (), "resident": "all"}[config.placement],
         keep=() if config.placement == "stream" else "auto",
         ahead="auto" if config.update_ahead == "auto" else (),

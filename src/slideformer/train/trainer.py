@@ -48,7 +48,7 @@ from slideformer.train.retention import clean
 from slideformer.train.samples import Samples, sample_prompts, with_samples
 from slideformer.train.save import CHAT_TEMPLATE, companions, save
 from slideformer.train.schedule import Schedule, num_steps
-from slideformer.train.setup import build_decoder, engine_options, save_dtype
+from slideformer.train.setup import build_decoder, device_kind, engine_options, require_gds, save_dtype
 from slideformer.train.start import tell_start
 from slideformer.train.stop import AT_ONCE_S, Stopped, StopRequests, let_go, within
 from slideformer.train.trackers import Trackers, require_trackers
@@ -256,6 +256,7 @@ class Trainer:
             return self._prepared
         inputs, config = self._inputs, self.args
         require_device(config.device)
+        require_gds(config, device_kind(config))
         require_trackers(config)
         if config.push_to_hub:
             require_hub(config.repo_id)
