@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 import slideformer.engine.ahead as ahead
 import slideformer.engine.fit as fit
+import slideformer.engine.probe as probing
 import slideformer.engine.settle as settle
 import slideformer.memory.host as host
 from shapes import random_pieces, random_weight
@@ -30,6 +31,9 @@ PAGE = 4096
 STATE_NBYTES = 12.5
 """Bytes of host memory a parameter: the state, and some for what lies beside it."""
 
+
+RATES = ("device_rate", "gather_rate", "link_rate", "update_rate")
+"""Of the machine, as probe.py calls them."""
 
 ALIKE = 0.02
 """Limits of a device's memory that differ by less are one: what is free on it varies a little."""
@@ -87,13 +91,13 @@ class HostPool:
 
 @contextmanager
 def measured_once() -> Iterator[None]:
-    """Engines with the same blocks and micro-batch share what is measured before the first of them.
+    """All engines share the rates of the machine; those with the same blocks and micro-batch, what these take.
 
     Where the device's limit is higher the same costs hold, if the whole head had room; where it is lower they are
     measured again.
     """
     found: dict[tuple[object, ...], list[tuple[int, Costs]]] = {}
-    probe = settle.probe
+    probe, rates = settle.probe, {name: getattr(probing, name) for name in RATES}
 
     def cached(decoder: Decoder, device: Device, options: EngineOptions, kernels: HostKernels) -> Costs:
         units = tuple(tuple((p.shape, p.trainable) for p in unit.params) for unit in decoder.layout.units)
@@ -108,10 +112,25 @@ def measured_once() -> Iterator[None]:
         return known[-1][1]
 
     settle.probe = cached
+    for name, rate in rates.items():
+        setattr(probing, name, _first_answer(rate))
     try:
         yield
     finally:
         settle.probe = probe
+        for name, rate in rates.items():
+            setattr(probing, name, rate)
+
+
+def _first_answer(rate: Callable[..., float]) -> Callable[..., float]:
+    known: list[float] = []
+
+    def answer(*args: object) -> float:
+        if not known:
+            known.append(rate(*args))
+        return known[0]
+
+    return answer
 
 
 def fill(engine: Engine) -> None:

@@ -111,6 +111,8 @@ def _rate(line: Line) -> str:
         return f"{line['case']}, {line['cpu_threads']} threads: {rate}"
     if line["bench"] == "kernels":  # kernels.py has a table of its own for these
         return f"{line['case']}, {line['shape']}, {line['batch']} x {line['seq']}: {line['ms']['median']} ms"
+    if line["bench"] == "reach":
+        return f"reach of {line['case']}, {line['shape']}: {line['over']} {line['largest']}"
     if line["bench"] in ("sweep", "product"):
         what = f"{line['bench']} {line['case']}, {line['shape']}, {line['batch']} x {line['seq']}"
         limit = f", {line['gpu_limit_gib']:g} GiB" if line["gpu_limit_gib"] else ""

@@ -24,6 +24,7 @@ KEYS = {
     "sweep": [*BASE_KEYS, *"gpu_limit_gib steps step_s predicted_step_s plan_gib gpu_peak_gib placed options".split()],
     "product": [*BASE_KEYS, *"gpu_limit_gib steps step_s tokens_per_second engine_tokens_per_second".split()],
     "disk": [*BASE_KEYS, *"gpu_limit_gib steps step_s gbps block_mib".split()],
+    "reach": [*BASE_KEYS, *"gpu_limit_gib over largest refused why_not params tries num_layers".split()],
     "generate": [*BASE_KEYS, *"gpu_limit_gib steps step_s tokens_per_second ratio streamed_ratio link_gbps".split()]
     + "gpu_peak_gib host_peak_gib pinned_gib busy params params_streamed new_tokens".split(),
 }
@@ -87,12 +88,25 @@ def line_faults(line: Line) -> Iterator[str]:
     if missing := [key for key in KEYS[bench] if key not in line]:
         yield f"has no {', '.join(missing)}"
         return
+    if bench == "reach":
+        yield from _reached(line)
+        return
     times = line["ms" if bench == "kernels" else "step_s"]
     if not 0 < times["min"] <= times["median"] <= times["max"]:
         yield f"its times are not in order: {times}"
     elif bench == "step":
         yield from _rates(line)
         yield from _work(line)
+
+
+def _reached(line: Line) -> Iterator[str]:
+    found, refused = line["largest"], line["refused"]
+    if line["over"] not in ("batch", "num_layers"):
+        yield f"over is {line['over']!r}, must be batch or num_layers"
+    elif found and line[line["over"]] != found:
+        yield f"{line['over']} is {line[line['over']]}, the largest is {found}"
+    if refused is not None and not found < refused <= found + max(found // 64, 1):
+        yield f"the largest that fits is {found}, and the next that was tried {refused}"
 
 
 def _rates(line: Line) -> Iterator[str]:
