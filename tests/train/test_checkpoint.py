@@ -385,7 +385,7 @@ def origin_of(model_folder, tmp_path_factory):
             find.record = Record(
                 progress=Progress(step=2, num_updates=2, evaluated=True),
                 maths=maths(config, batches, decoder, num_steps(config, batches)),
-                bits=bits(config, "cpu"),
+                bits=bits(config, decoder, "cpu"),
                 config={},
                 versions={},
             )

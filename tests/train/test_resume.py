@@ -163,6 +163,22 @@ def test_other_sizes_of_the_machinery_go_on_bit_for_bit(config_for, stopped_run,
     assert state_of(again, 5) == files_of(stopped_run / "checkpoint-5")
 
 
+@pytest.mark.parametrize(
+    ("other", "told_of"),
+    [
+        ({"kernels": "torch"}, ""),
+        ({"attn_implementation": "sdpa"}, ""),
+        ({"attn_implementation": "eager"}, "sdpa and is"),
+    ],
+    ids=str,
+)
+def test_what_is_told_of_the_last_bits_is_what_runs_and_not_how_it_is_written(
+    config_for, stopped_run, other, told_of
+) -> None:
+    told = run(config_for(**FIVE, **other, resume_from_checkpoint=str(stopped_run / "checkpoint-2")))
+    assert ("last bits" in told) == bool(told_of) and told_of in told
+
+
 def test_another_split_into_micro_batches_goes_on_with_the_same_rows(config_for, stopped_run, rows_seen) -> None:
     asked = {"resume_from_checkpoint": str(stopped_run / "checkpoint-2")}
     told = run(config_for(**FIVE, **asked, per_device_train_batch_size=1, gradient_accumulation_steps=4))

@@ -45,13 +45,14 @@ def maths(config: TrainConfig, batches: Batches, decoder: Decoder, num_steps: in
     return found
 
 
-def bits(config: TrainConfig, device_kind: str) -> dict[str, JsonValue]:
-    """Name -> value of what may change the last bits of a sum and nothing else."""
+def bits(config: TrainConfig, decoder: Decoder, device_kind: str) -> dict[str, JsonValue]:
+    """Name -> value of what may change the last bits of a sum and nothing else; as it is, not as it was asked for."""
+    attention = decoder.module_config._attn_implementation if config.packing else decoder.attn_implementation
     return {
         "device": device_kind,
         "per_device_train_batch_size": config.per_device_train_batch_size,
-        "attn_implementation": config.attn_implementation,
-        "kernels": config.kernels,
+        "attn_implementation": attention,
+        "kernels": ", ".join(f"{op} of {where}" for op, where in sorted(decoder.kernels.items())) or "torch",
         **{name: versions()[name] for name in ("torch", "transformers")},
     }
 

@@ -92,7 +92,8 @@ def find_origin(
     if config.save_strategy == "no" and not found:
         return Origin([], {}, {})
     steps = num_steps(config, batches)
-    origin = Origin([], fingerprint.maths(config, batches, decoder, steps), fingerprint.bits(config, device_kind))
+    maths, bits = fingerprint.maths(config, batches, decoder, steps), fingerprint.bits(config, decoder, device_kind)
+    origin = Origin([], maths, bits)
     if found and (differ := fingerprint.differences(found[0].record.maths, origin.maths)):
         raise BadInput(
             f"{found[0].folder} cannot be continued with this config: {fingerprint.listed(differ)}; change it back, or "
