@@ -2,11 +2,12 @@
 
     python benchmarks/campaign.py CALLS --out step.jsonl [--seconds 500]
 
-CALLS is a file with a call a line: words of step.py, such as `--shape llama-3.2-3b --batch 32 --gpu-limit 24 --cases
-stock-fwd-bwd ours-streamed:eager fsdp2`; # begins a comment. Lines are what step.py writes, a `run` for each call, in
-the order of the file. All cases of ours are measured in one process, one engine after another over the same host
-memory (pool.py), so that only the first of them can say what it took there; all of the stock model in another; every
-peer in one of its own that ends with its call. `optimizer` and `link` are measured once, for all calls that name them.
+CALLS is a file with a call a line: words of step.py, such as `--batch 32 --cases stock-fwd-bwd ours-streamed-24:eager
+fsdp2`; # begins a comment. Lines are what step.py writes, with a `run` for each call, in the order of the file; calls
+of one `--run NAME` share theirs, so that slow peers may come last. All cases of ours are measured in one process, one
+engine after another over the same host memory (pool.py), so that only the first of them can say what it took there; all
+of the stock model in another; every peer in one of its own that ends with its call. `optimizer` and `link` are measured
+once, for all calls that name them. calls/ has files for machines that docs/performance.md speaks of.
 """
 
 from __future__ import annotations
@@ -50,8 +51,13 @@ class Call:
 
 def read_calls(path: Path) -> list[Call]:
     """Raises SystemExit for words that step.py does not take."""
-    lines = (shlex.split(line, comments=True) for line in path.read_text().splitlines())
-    return [Call(tuple(words), step.parse(words), uuid.uuid4().hex[:12]) for words in lines if words]
+    runs: dict[str, str] = {}
+    calls = []
+    for line in path.read_text().splitlines():
+        if words := shlex.split(line, comments=True):
+            args, run = step.parse(words), uuid.uuid4().hex[:12]
+            calls.append(Call(tuple(words), args, runs.setdefault(args.run, run) if args.run else run))
+    return calls
 
 
 def settings_of(call: Call, name: str) -> Settings:

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import campaign
 import pool
+import step
 from benchmarks.toys import toy
 from campaign import read_calls, settings_of
 from report import sift
@@ -79,9 +81,18 @@ def test_calls_are_words_of_step(tmp_path):
     ours, stock = (settings_of(call, name) for name in call.args.cases)
     assert (ours.batch, ours.gpu_limit_gib, ours.max_grad_norm, ours.update) == (4, 6.0, 2.0, "deferred")
     assert (stock.gpu_limit_gib, stock.max_grad_norm, stock.update) == (None, 0.0, None)
+    (tmp_path / "calls").write_text("--run a --batch 4\n--run b --batch 8\n--run a --batch 16\n--batch 1\n")
+    first, second, third, fourth = (call.run for call in read_calls(tmp_path / "calls"))
+    assert first == third and len({first, second, fourth}) == 3
     (tmp_path / "calls").write_text("--cases ours-sunk\n")
     with pytest.raises(SystemExit, match="case is 'ours-sunk'"):
         read_calls(tmp_path / "calls")
+
+
+@pytest.mark.parametrize("path", sorted(Path(campaign.__file__).parent.glob("calls/*.txt")), ids=lambda p: p.name)
+def test_calls_that_are_kept_can_be_made(path):
+    calls = read_calls(path)
+    assert calls and all(settings_of(c, n).batch for c in calls for n in c.args.cases if n not in step.BESIDE)
 
 
 def decoder_of(**changes: object) -> Decoder:
