@@ -152,7 +152,7 @@ TRIGGERS: dict[str, list[str]] = {  # heading of troubleshooting.md -> words tha
     "batches are cut from encoded rows inside the run": ["num_workers=4"],
     "but offload_dir is not given": ["offload_optimizer=nvme"],
     "has other files in it": ["offload_optimizer=nvme", "offload_dir=.", "output_dir=../out"],
-    "but the device is the CPU, and only a GPU has it": ["use_gds=true", "offload_dir=tier", "device=cpu"],
+    "but the device is the CPU, and only a GPU has it": ["use_gds=true", "offload_dir=tier"],
     "would pass max_disk_writes": ["offload_optimizer=nvme", "offload_dir=tier", "max_disk_writes=1MB"],
 }
 AFTER_A_RUN = ("has checkpoints of an earlier run", "cannot be continued with this config")
