@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.toys import toy_decoder, toy_options
+from engine.toys import LENGTH, ROWS, toy_decoder, toy_options
 from slideformer.device.cpu import CpuDevice
+from slideformer.engine.fit import budget_of
 from slideformer.engine.probe import _Trial, probe
 from slideformer.native import load
 
@@ -58,3 +59,22 @@ def test_where_the_whole_head_has_no_room_a_tile_of_it_is_measured(monkeypatch):
         trial = _Trial(decoder, device, toy_options())
         head_s, loss_s, _ = trial.sliced_head()
     assert 0 < loss_s < 5 and 0 < head_s < 5
+
+
+@pytest.mark.parametrize(
+    ("family", "masks", "head_dim"),
+    [("llama", 0, 16), ("gemma2", 2, 24)],  # the other has one mask for each of its kinds of blocks
+)
+def test_masks_and_tables_are_counted_for_every_micro_batch(family, masks, head_dim, monkeypatch):
+    monkeypatch.setattr("slideformer.device.cpu.MEASURED_S", 0.0)
+    monkeypatch.setattr("slideformer.engine.probe.UPDATE_NUMEL", 1 << 16)
+    decoder, options, kernels = toy_decoder(family, dtype=torch.bfloat16), toy_options(micro_batches=3), load(1)
+    try:
+        with CpuDevice() as device:
+            costs = probe(decoder, device, options, kernels)
+    finally:
+        kernels.close()
+    one = masks * 2 * ROWS * LENGTH * LENGTH + 2 * 2 * LENGTH * head_dim + 8 * LENGTH
+    assert costs.call_nbytes == one
+    sizes = {"hidden_size": decoder.hidden_size, "dtype": decoder.dtype}
+    assert budget_of(decoder.layout, options, **sizes, costs=costs).device["masks and positions"] == 4 * one

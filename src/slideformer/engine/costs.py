@@ -80,7 +80,8 @@ class BlockCost:
 class Costs:
     """blocks: in the layout's order. head_s: with gradients; loss_s: without. measured: on the device itself.
     whole_head: the output projection and its gradient have room there as a whole. library_nbytes: what matrix libraries
-    keep on the device from their first use on."""
+    keep on the device from their first use on. call_nbytes: what a micro-batch's blocks are called with besides hidden
+    states (masks, rotary tables)."""
 
     rates: Rates
     blocks: tuple[BlockCost, ...]
@@ -90,6 +91,7 @@ class Costs:
     measured: bool
     whole_head: bool = True
     library_nbytes: int = 0
+    call_nbytes: int = 0
 
     def of_share(self, share: float) -> Costs:
         """With memory for so many times the tokens of a micro-batch."""
@@ -97,7 +99,12 @@ class Costs:
             replace(b, workspace_nbytes=int(share * b.workspace_nbytes), kept_nbytes=int(share * b.kept_nbytes))
             for b in self.blocks
         ]
-        return replace(self, blocks=tuple(blocks), head_workspace_nbytes=int(share * self.head_workspace_nbytes))
+        return replace(
+            self,
+            blocks=tuple(blocks),
+            head_workspace_nbytes=int(share * self.head_workspace_nbytes),
+            call_nbytes=int(share * self.call_nbytes),
+        )
 
     def times(self, num: int) -> Costs:
         """Of micro-batches that are so many times larger. Memory stays that of one."""

@@ -47,6 +47,8 @@ def budget_of(
         of_block = dict(zip(layout.blocks, costs.blocks, strict=True))
         kept = () if options.keep == "auto" else options.keep
         found.device["working memory"] = costs.workspace_nbytes + costs.library_nbytes
+        if costs.call_nbytes:  # those of all micro-batches, and the next step's first beside the one it replaces
+            found.device["masks and positions"] = (options.micro_batches + 1) * costs.call_nbytes
         if options.gds and options.uses_disk:
             found.device["sums of what the disk moves"] = len(STRAIGHT) * SUM_NBYTES
         if options.sliced_head is True:

@@ -171,6 +171,11 @@ class _Fit:
         fp32 = shape.dtype is torch.float32
         found = pass_budget(needed, self.layout, resident=options.resident, keep_residual=fp32)
         found.device["working memory"] = self._workspace_nbytes(shape)
+        if shape.rows > 1:  # of unequal lengths, so that they are padded
+            itemsize = shape.dtype.itemsize if self.decoder.attn_implementation == "eager" else 1
+            mask = shape.rows * shape.prompt_length**2 * itemsize
+            kinds = len({self.decoder.block_kind(index) for index in range(len(self.layout.blocks))})
+            found.device["masks"] = (shape.micro_batches + 1) * kinds * mask
         return found
 
     def _workspace_nbytes(self, shape: PassShape) -> int:

@@ -52,7 +52,15 @@ def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: Hos
     tokens, units = options.micro_batch_size * options.max_length, decoder.layout.units
     numel = sum(units[u].numel for u in decoder.layout.blocks)
     rates = replace(rates, flops=8 * numel * tokens / sum(b.forward_s + b.backward_s for b in blocks))
-    return Costs(rates, blocks, *head, measured=True, whole_head=whole is not None, library_nbytes=2 * library_nbytes)
+    return Costs(
+        rates,
+        blocks,
+        *head,
+        measured=True,
+        whole_head=whole is not None,
+        library_nbytes=2 * library_nbytes,
+        call_nbytes=trial.call.nbytes,
+    )
 
 
 def held_by_library_nbytes(decoder: Decoder, device: Device) -> int:

@@ -30,6 +30,13 @@ class Call:
     kwargs: tuple[dict[str, object], ...]
     cache: PassCache | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the tensors that are passed (masks, rotary tables, positions), each counted once."""
+        passed = (t for args, kwargs in zip(self.args, self.kwargs, strict=True) for t in _tensors([args, kwargs]))
+        stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in passed}
+        return sum(stored.values())
+
 
 class Binding:
     """Puts tensors in the place of a module's parameters for one call. Costs one dict write per parameter each way."""
