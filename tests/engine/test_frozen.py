@@ -8,7 +8,9 @@ import torch
 from engine.toys import (
     DEFERRED,
     EAGER,
+    PLANES,
     engine_on,
+    plane_of,
     random_weights,
     repeated,
     run_engine,
@@ -63,7 +65,9 @@ def test_what_is_trained_equals_the_sequential_loop_and_what_is_frozen_keeps_its
         for unit, offset, values in random_weights(decoder.layout):
             if offset >= decoder.layout.units[unit].train_numel:
                 written = (
-                    values if dtype is torch.float32 else engine.state.weight[unit][offset:][: len(values)].float()
+                    values
+                    if dtype is torch.float32
+                    else plane_of(engine.state, unit, "weight")[offset:][: len(values)].float()
                 )
                 assert torch.equal(engine.read(unit, offset, offset + len(values)), written)
                 assert torch.allclose(values, written, rtol=2**-8, atol=0)
@@ -86,10 +90,9 @@ def assert_frozen_costs_nothing(engine) -> None:
     for op in plan.ops:
         if op.lane is LaneName.UPDATE and op.unit >= 0 or op.kind in (OpKind.DOWNLOAD, OpKind.REDUCE):
             assert op.unit in trained, f"{op} is work for a frozen unit"
-    moments = sum(t.numel() for pair in engine.state.moments for t in pair)
-    assert moments == 2 * layout.train_numel
-    residuals = sum(t.numel() for t in engine.state.residual)
-    assert residuals == (layout.numel if engine.decoder.dtype is torch.float32 else layout.train_numel)
+    numel = {name: sum(plane_of(engine.state, u, name).numel() for u in range(len(layout.units))) for name in PLANES}
+    assert numel["exp_avg"] == numel["exp_avg_sq"] == layout.train_numel
+    assert numel["residual"] == (layout.numel if engine.decoder.dtype is torch.float32 else layout.train_numel)
     grads = {b.index[0] for b in plan.buffers() if b.place is Place.GRAD_HOST}
     assert grads <= trained
 

@@ -22,6 +22,7 @@ from slideformer.device.cpu import CpuDevice, CpuLane
 from slideformer.engine import Engine, EngineOptions
 from slideformer.engine.options import CONTENTS
 from slideformer.layout import Layout
+from slideformer.memory import State
 from slideformer.model.decoder import Decoder
 from slideformer.schedule import Plan, build_evaluation, build_step
 
@@ -30,6 +31,7 @@ LR = 1.3e-2
 EAGER = {"update": "eager", "max_grad_norm": 0.0}
 DEFERRED = {"update": "deferred", "max_grad_norm": 0.5}  # gradients of the toys have norms of 3 to 6, so this clips
 TINY_VOCAB = 37
+PLANES = ("weight", "residual", "exp_avg", "exp_avg_sq")
 DISK_DIR = str(Path(tempfile.gettempdir()) / f"slideformer-tests-{os.getpid()}")
 """For one engine at a time: each takes the folder away when it closes."""
 
@@ -120,6 +122,11 @@ class Outcome:
         return self.losses[0] - self.losses[-1]
 
 
+def plane_of(state: State, unit: int, plane: str) -> torch.Tensor:
+    """All of it, on the host."""
+    return state.part(unit, plane, 0, state.extent(unit, plane)[0])
+
+
 def state_hashes(owner: Engine | Sequential) -> dict[str, str]:
     """One hash per unit and content."""
     layout, dtype = owner.layout, owner.decoder.dtype
@@ -129,10 +136,10 @@ def state_hashes(owner: Engine | Sequential) -> dict[str, str]:
         if state is None:
             tensors = [owner.weight[index], owner.residual[index], owner.exp_avg[index], owner.exp_avg_sq[index]]
         else:
-            tensors = [state.weight[index], state.residual[index], *state.moments[index]]
+            tensors = [plane_of(state, index, name) for name in PLANES]
         if dtype is torch.bfloat16:  # the engine keeps no residual of what is frozen
             tensors[1] = tensors[1][: unit.train_numel]
-        for name, tensor in zip(("weight", "residual", "exp_avg", "exp_avg_sq"), tensors, strict=True):
+        for name, tensor in zip(PLANES, tensors, strict=True):
             content = tensor.contiguous().view(torch.uint8).numpy().tobytes()
             hashes[f"{unit.name} {name}"] = hashlib.blake2b(content, digest_size=8).hexdigest()
     return hashes

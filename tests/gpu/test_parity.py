@@ -90,7 +90,6 @@ def test_streamed_equals_resident(name: str, case: str) -> None:
         assert found == expected
         assert found[0][0] - found[-1][0] >= 0.5
         for index, unit in enumerate(engine.layout.units):
-            assert torch.equal(engine.state.weight[index], reference.weight[index].cpu()), unit.name
-            assert torch.equal(engine.state.residual[index], reference.residual[index].cpu()), unit.name
-            assert torch.equal(engine.state.moments[index].exp_avg, reference.exp_avg[index].cpu()), unit.name
-            assert torch.equal(engine.state.moments[index].exp_avg_sq, reference.exp_avg_sq[index].cpu()), unit.name
+            for name in ("weight", "residual", "exp_avg", "exp_avg_sq"):
+                held, expected = engine.state.planes(index), getattr(reference, name)[index]
+                assert torch.equal(getattr(held, name).cpu(), expected.cpu()), f"{unit.name} {name}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.toys import plane_of
 from slideformer.device.cpu import CpuDevice
 from slideformer.layout import Layout, Param, Unit, UnitKind
 from slideformer.memory import State
@@ -67,9 +68,10 @@ def test_reading_gives_new_memory(ahead):
 
 def test_moments_start_at_zero_and_only_what_is_trained_has_them():
     held = state(keep_residual=False)
-    assert [m.exp_avg.numel() for m in held.moments] == [15, 47]
-    assert not any(t.any() for m in held.moments for t in m)
-    assert [r.numel() for r in held.residual] == [15, 47]
+    for name in ("exp_avg", "exp_avg_sq", "residual"):
+        planes = [plane_of(held, unit, name) for unit in range(2)]
+        assert [plane.numel() for plane in planes] == [15, 47]
+        assert name == "residual" or not any(plane.any() for plane in planes)
 
 
 def test_two_copies_hold_the_same_until_an_update_says_otherwise(generator):

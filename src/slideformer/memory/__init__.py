@@ -6,7 +6,7 @@ from slideformer.memory.disk import DiskFault, DiskFile, DiskFolder, free_nbytes
 from slideformer.memory.disk_rates import DiskRates, disk_rates
 from slideformer.memory.host import Arena
 from slideformer.memory.machine import host_limit, resident_nbytes
-from slideformer.memory.state import Home, Moments, State, Twin, home_nbytes
+from slideformer.memory.state import Home, State, Twin, home_nbytes
 from slideformer.memory.stored import StoredTile
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "Held",
     "Home",
     "Limit",
-    "Moments",
     "Need",
     "State",
     "StoredTile",

@@ -8,7 +8,7 @@ either: 2 bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -25,11 +25,6 @@ PIECE_NUMEL = 1 << 22
 
 
 PlaneName = Literal["weight", "residual", "exp_avg", "exp_avg_sq"]  # the fields of Planes
-
-
-class Moments(NamedTuple):
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
 
 
 class Twin:
@@ -141,7 +136,7 @@ class State:
     host; those of resident units on the device (homes: by unit).
 
     twins: per tile of the units updated ahead, its two copies. Between steps all tiles of a unit have the same one
-    current; `weight`, `residual` and `moments` are then the state, one entry a unit.
+    current.
     """
 
     def __init__(
@@ -218,22 +213,6 @@ class State:
             return self.homes[unit].planes
         twin = self.twins.get((unit, 0))
         return self._copies[unit][0 if twin is None else twin.index]
-
-    @property
-    def weight(self) -> list[torch.Tensor]:
-        return self._whole("weight")
-
-    @property
-    def residual(self) -> list[torch.Tensor]:
-        return self._whole("residual")
-
-    @property
-    def moments(self) -> list[Moments]:
-        both = zip(self._whole("exp_avg"), self._whole("exp_avg_sq"), strict=True)
-        return [Moments(*pair) for pair in both]
-
-    def _whole(self, plane: PlaneName) -> list[torch.Tensor]:
-        return [self.part(u, plane, 0, self.extent(u, plane)[0]) for u in range(len(self.layout.units))]
 
     def planes(self, unit: int) -> Planes:
         """The unit's current state itself, where it lies: of a resident unit on the device. Residuals and moments end
