@@ -11,7 +11,7 @@ from engine.toys import EAGER, plans_of, toy_decoder, toy_options
 from slideformer.engine import Offload
 from slideformer.engine.fit import budget_of, listed
 from slideformer.engine.offload import HostRoom, offloaded
-from slideformer.engine.settle import with_disk
+from slideformer.engine.settle import budgets_of, with_disk
 
 NOTHING = Offload(0.0, 0.0, 0.0)
 HERE = {"offload_dir": "somewhere", "saved_on_device": 0, "micro_batches": 2, "disk_ring": 1}
@@ -21,7 +21,7 @@ def settled(offload: Offload, *, host_nbytes: int = 2**50, dtype=torch.bfloat16,
     """(decoder, options with the disk decided)"""
     decoder = toy_decoder(tied=tied, dtype=dtype)
     options = toy_options(offload=offload, **{**HERE, **EAGER, **changes})
-    return decoder, with_disk(options, decoder, "cuda", None, host_nbytes)
+    return decoder, with_disk(options, decoder, "cuda", budgets_of(decoder, None), host_nbytes)
 
 
 def used(decoder, options):
@@ -90,7 +90,7 @@ def test_with_too_little_room_as_much_goes_as_must_and_weights_last(dtype, tied)
 def test_resident_units_and_second_copies_stay_where_they_are():
     decoder = toy_decoder(dtype=torch.bfloat16)
     options = toy_options(offload=Offload(1.0, 1.0, 0.0), resident=(0, 2), ahead=(3,), **HERE)
-    found = with_disk(options, decoder, "cuda", None, 2**50)
+    found = with_disk(options, decoder, "cuda", budgets_of(decoder, None), 2**50)
     assert {unit for _, unit in found.disk} == set(range(len(decoder.layout.units))) - {0, 2, 3}
 
 
@@ -106,7 +106,7 @@ def test_without_a_folder_nothing_is_decided():
 def test_a_step_and_an_evaluation_with_most_micro_batches_name_every_buffer_that_fewer_need(share, program):
     decoder, sizes = toy_decoder(), {"micro_batches": 4, "saved_on_device": 2}
     options = toy_options(offload=Offload(share, share, share), **{**HERE, **program, **sizes})
-    options = with_disk(options, decoder, "cuda", None, 2**50)
+    options = with_disk(options, decoder, "cuda", budgets_of(decoder, None), 2**50)
     named = {b for plan in listed(decoder.layout, options, decoder.dtype) for b in plan.buffers()}
     for fewer in (1, 2, 3):
         plans = plans_of(decoder.layout, replace(options, micro_batches=fewer), decoder.dtype)

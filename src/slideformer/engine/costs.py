@@ -13,7 +13,7 @@ from slideformer.kernels.linear_cross_entropy import CHUNK_TOKENS
 from slideformer.layout import Layout, UnitKind
 from slideformer.memory import BatchShape
 from slideformer.memory.stored import DTYPES, plane_tiles
-from slideformer.schedule import Op, OpKind, Place, Plan, simulate
+from slideformer.schedule import Op, OpKind, Place, Plan, joined_step_s
 from slideformer.schedule.ops import DISK_LANES, STATE, LaneName
 
 UPDATE_NBYTES = 26
@@ -181,7 +181,7 @@ def _stored_nbytes(op: Op, layout: Layout, shape: BatchShape) -> int:
 def predicted_s(plan: Plan, layout: Layout, shape: BatchShape, costs: Costs) -> float:
     """Of a step among others like it: by the virtual clock, and no faster than the disk, which all of its lanes share,
     moves what there is to move."""
-    found = simulate(plan, cost_of(layout, shape, costs), runs=3).step_s()
+    found = joined_step_s(plan, cost_of(layout, shape, costs))
     return max(found, sum(disk_traffic(plan, layout, shape)) / costs.rates.disk_nbytes)
 
 
@@ -198,7 +198,9 @@ class _Clock:
         self.update_numel = costs.streamed_update_numel
 
     def seconds(self, op: Op) -> float:
-        for clock in (self.stored_s, self.model_s, self.device_s, self.moved_s, self.updated_s):
+        if op.lane in DISK_LANES:
+            return self.stored_s(op)
+        for clock in (self.moved_s, self.updated_s, self.model_s, self.device_s):
             seconds = clock(op)
             if seconds is not None:
                 return seconds
@@ -266,11 +268,10 @@ class _Clock:
                 return self.touched * self._trained_numel(op) / self.update_numel
         return None
 
-    def stored_s(self, op: Op) -> float | None:
+    def stored_s(self, op: Op) -> float:
         """Whatever the disk moves, also straight from or to the device: each way at half the rate of both, as it is
         when the disk sets the pace."""
-        nbytes = _stored_nbytes(op, self.layout, self.shape)
-        return 2 * nbytes / self.rates.disk_nbytes if nbytes else None
+        return 2 * _stored_nbytes(op, self.layout, self.shape) / self.rates.disk_nbytes
 
     def _tile_numel(self, op: Op) -> int:
         return self.layout.tiles(op.unit)[op.tile].numel

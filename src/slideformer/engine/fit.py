@@ -17,7 +17,7 @@ from slideformer.errors import DoesNotFit
 from slideformer.layout import Layout
 from slideformer.memory import Budget, Limit, budget, host_limit, resident_nbytes, size
 from slideformer.memory.disk_gds import SUM_NBYTES
-from slideformer.schedule import Plan, evaluation_ops, step_ops
+from slideformer.schedule import Op, Plan, evaluation_ops, step_ops
 from slideformer.schedule.disk import STRAIGHT
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,18 @@ def budget_of(
     Pure arithmetic, some milliseconds a block; needs no weights and no device. On the CPU backend both tiers are the
     host's memory: `.on_one_tier()`.
     """
-    found = budget(listed(layout, options, dtype), layout, options.batch_shape(hidden_size, dtype))
+    return _added_up(listed(layout, options, dtype), layout, options, hidden_size, dtype, costs)
+
+
+def _added_up(
+    plans: list[Plan],
+    layout: Layout,
+    options: EngineOptions,
+    hidden_size: int,
+    dtype: torch.dtype,
+    costs: Costs | None,
+) -> Budget:
+    found = budget(plans, layout, options.batch_shape(hidden_size, dtype))
     for terms, nbytes in zip((found.device, found.host), options.beside_nbytes, strict=True):
         if nbytes:
             terms["samples"] = nbytes
@@ -58,6 +69,27 @@ def budget_of(
         if kept:
             found.device["kept for backward"] = options.micro_batches * sum(of_block[u].kept_nbytes for u in kept)
     return found
+
+
+class Budgets:
+    """`budget_of` for one layout and its costs. Whoever looks for a placement asks for the same options several times;
+    they are added up once, and the last one's program is at hand."""
+
+    def __init__(self, layout: Layout, *, hidden_size: int, dtype: torch.dtype, costs: Costs | None = None) -> None:
+        self._layout, self._hidden_size, self._dtype, self._costs = layout, hidden_size, dtype, costs
+        self._found: dict[EngineOptions, Budget] = {}
+        self._last: tuple[EngineOptions, Plan] | None = None
+
+    def of(self, options: EngineOptions) -> Budget:
+        if options not in self._found:
+            plans = listed(self._layout, options, self._dtype)
+            self._found[options] = _added_up(plans, self._layout, options, self._hidden_size, self._dtype, self._costs)
+            self._last = (options, plans[0])
+        return self._found[options]
+
+    def step_ops(self, options: EngineOptions) -> tuple[Op, ...] | None:
+        """Those of a full training step with these options, if they were asked about last."""
+        return self._last[1].ops if self._last is not None and self._last[0] == options else None
 
 
 def host_room(max_host_memory: int | None) -> Limit:

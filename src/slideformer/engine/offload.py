@@ -15,9 +15,11 @@ import torch
 from slideformer.engine.options import EngineOptions
 from slideformer.layout import Layout, UnitKind
 from slideformer.memory import Budget, padded
+from slideformer.memory.budget import NAMES
+from slideformer.memory.host import aligned
 from slideformer.memory.state import plane_numel
 from slideformer.memory.stored import DTYPES
-from slideformer.schedule import Place, step_ops
+from slideformer.schedule import Place
 
 MOMENTS, RESIDUALS, WEIGHTS = ("exp_avg_sq", "exp_avg"), ("residual",), ("weight",)
 
@@ -108,9 +110,8 @@ def _staging_nbytes(room: HostRoom, options: EngineOptions, content: str) -> int
 
 def _num_saved(room: HostRoom, options: EngineOptions) -> int:
     """Positions of saved inputs beside those on the device."""
-    all_on_host = replace(options, saved_on_host=None)
-    ops = step_ops(room.layout, all_on_host.step_options(room.layout, room.dtype))
-    return len({a.buffer for op in ops for a in op.accesses if a.buffer.place is Place.SAVED})
+    all_on_host = room.used(replace(options, disk=(), saved_on_host=None))
+    return all_on_host.host.get(NAMES[Place.SAVED], 0) // aligned(room.saved_nbytes)
 
 
 def _share(room: HostRoom, pairs: list[Pair], share: float) -> Iterator[Pair]:

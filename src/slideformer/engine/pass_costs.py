@@ -7,7 +7,7 @@ from collections.abc import Callable
 from slideformer.engine.costs import Rates
 from slideformer.layout import Layout
 from slideformer.memory.passes import PassShape
-from slideformer.schedule import Op, OpKind, PassOptions, build_pass, simulate
+from slideformer.schedule import Op, OpKind, PassOptions, build_pass, joined_step_s
 
 LAUNCH_S = 4e-4
 """Of the kernels of one block, or one stage of the head, by Python: some 20 kernels of 15 to 20 us each."""
@@ -53,4 +53,4 @@ def pass_cost_of(layout: Layout, shape: PassShape, rates: Rates, *, first: bool)
 def predicted_pass_s(layout: Layout, shape: PassShape, options: PassOptions, rates: Rates) -> float:
     """Of a later pass among others."""
     plan = build_pass(layout, options)
-    return simulate(plan, pass_cost_of(layout, shape, rates, first=False), runs=4).step_s()
+    return joined_step_s(plan, pass_cost_of(layout, shape, rates, first=False), runs=4)

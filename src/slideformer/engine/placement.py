@@ -7,16 +7,16 @@ is taken. Pure arithmetic on a layout, options and costs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from slideformer.engine.costs import Costs, cost_of
-from slideformer.engine.fit import budget_of
+from slideformer.engine.fit import Budgets
 from slideformer.engine.options import EngineOptions
 from slideformer.layout import Layout, UnitKind
 from slideformer.memory import home_nbytes
-from slideformer.schedule import StepOptions, build_step, simulate
+from slideformer.schedule import StepOptions, build_step, joined_step_s
 
 MARGIN = 0.04
 """Share of the device's memory that is left to the allocator: it hands out whole pieces, and leaves gaps."""
@@ -32,7 +32,8 @@ LATE_SHARES = ((1, 4), (1, 3), (1, 2), (2, 3), (3, 4))
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The device's memory for one model and batch. nbytes: what there is; costs: also of working memory."""
+    """The device's memory for one model and batch. nbytes: what there is; costs: also of working memory. budgets: of
+    them, where somebody has asked already."""
 
     layout: Layout
     options: EngineOptions
@@ -40,10 +41,17 @@ class Room:
     hidden_size: int
     dtype: torch.dtype
     nbytes: int
+    budgets: Budgets | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.budgets is None:
+            found = Budgets(self.layout, hidden_size=self.hidden_size, dtype=self.dtype, costs=self.costs)
+            object.__setattr__(self, "budgets", found)
 
     def used(self, options: EngineOptions) -> int:
-        sizes = {"hidden_size": self.hidden_size, "dtype": self.dtype}
-        return budget_of(self.layout, options, **sizes, costs=self.costs).device_nbytes
+        """Bytes on the device."""
+        assert self.budgets is not None
+        return self.budgets.of(options).device_nbytes
 
     @property
     def limit(self) -> int:
@@ -62,7 +70,7 @@ class Room:
         )
         plan = build_step(self.layout, one.step_options(self.layout, self.dtype))
         shape = one.batch_shape(self.hidden_size, self.dtype)
-        return simulate(plan, cost_of(self.layout, shape, self.costs.times(num)), runs=3).step_s()
+        return joined_step_s(plan, cost_of(self.layout, shape, self.costs.times(num)))
 
 
 def place(room: Room) -> EngineOptions:
@@ -76,6 +84,7 @@ def place(room: Room) -> EngineOptions:
         saved_on_device=0 if options.saved_on_device == "auto" else options.saved_on_device,
         resident=options.step_options(room.layout, room.dtype).resident,
         keep=() if options.keep == "auto" else options.keep,
+        late=() if options.late == "auto" and options.update == "deferred" else options.late,
     )
     if options.sliced_head == "auto":
         base = replace(base, sliced_head=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from slideformer.device import Device
 from slideformer.engine.ahead import auto_ahead
 from slideformer.engine.costs import Costs
-from slideformer.engine.fit import budget_of, host_room, require_fit
+from slideformer.engine.fit import Budgets, host_room, require_fit
 from slideformer.engine.offload import HostRoom, offloaded
 from slideformer.engine.options import EngineOptions
 from slideformer.engine.placement import Room, place
@@ -36,20 +36,27 @@ def settle(options: EngineOptions, decoder: Decoder, device: Device, kernels: Ho
     """Raises BadInput, and DoesNotFit where there is no room for it."""
     if device.kind == "cpu":
         host_nbytes = host_room(options.max_host_memory).nbytes
-        chosen = with_disk(_streamed(options, decoder), decoder, device.kind, None, host_nbytes)
-        return Settled(chosen, _fitting(chosen, decoder, device.kind, None, None), None)
+        budgets = budgets_of(decoder, None)
+        chosen = with_disk(_streamed(options, decoder), decoder, device.kind, budgets, host_nbytes)
+        return Settled(chosen, _fitting(chosen, decoder, device.kind, None, None, budgets), None)
     if options.max_gpu_memory is not None:
         device.limit_memory(options.max_gpu_memory)
     free_nbytes = device.free_nbytes()
     limits = [n for n in (free_nbytes, options.max_gpu_memory) if n is not None]
     costs = probe(decoder, device, options, kernels)
-    room = Room(decoder.layout, options, costs, decoder.hidden_size, decoder.dtype, min(limits))
-    chosen = with_disk(place(room), decoder, device.kind, costs, host_room(options.max_host_memory).nbytes)
-    budget = _fitting(chosen, decoder, device.kind, costs, free_nbytes)
+    budgets = budgets_of(decoder, costs)
+    room = Room(decoder.layout, options, costs, decoder.hidden_size, decoder.dtype, min(limits), budgets)
+    chosen = with_disk(place(room), decoder, device.kind, budgets, host_room(options.max_host_memory).nbytes)
+    budget = _fitting(chosen, decoder, device.kind, costs, free_nbytes, budgets)
     if chosen.ahead == "auto":
         chosen = replace(chosen, ahead=auto_ahead(decoder.layout, chosen, budget, costs))
-        budget = _fitting(chosen, decoder, device.kind, costs, free_nbytes)
+        budget = _fitting(chosen, decoder, device.kind, costs, free_nbytes, budgets)
     return Settled(chosen, budget, costs)
+
+
+def budgets_of(decoder: Decoder, costs: Costs | None) -> Budgets:
+    """costs: where there is a device of its own."""
+    return Budgets(decoder.layout, hidden_size=decoder.hidden_size, dtype=decoder.dtype, costs=costs)
 
 
 def _streamed(options: EngineOptions, decoder: Decoder) -> EngineOptions:
@@ -82,15 +89,12 @@ def _may_spill(options: EngineOptions) -> bool:
     return options.offload is not None and options.offload_dir is not None and options.offload.saved is None
 
 
-def with_disk(
-    options: EngineOptions, decoder: Decoder, kind: str, costs: Costs | None, host_nbytes: int
-) -> EngineOptions:
+def with_disk(options: EngineOptions, decoder: Decoder, kind: str, budgets: Budgets, host_nbytes: int) -> EngineOptions:
     """With what lies on disk decided, by `options.offload` and the memory that the host may give. kind: of the device.
     Allocates nothing."""
 
     def used(trial: EngineOptions) -> Budget:
-        sizes = {"hidden_size": decoder.hidden_size, "dtype": decoder.dtype}
-        found = budget_of(decoder.layout, trial, **sizes, costs=costs)
+        found = budgets.of(trial)
         return found.on_one_tier() if kind == "cpu" else found
 
     if kind == "cpu" and _may_spill(options) and used(options).host_nbytes > host_nbytes:
@@ -101,7 +105,12 @@ def with_disk(
 
 
 def _fitting(
-    options: EngineOptions, decoder: Decoder, kind: str, costs: Costs | None, free_nbytes: int | None
+    options: EngineOptions,
+    decoder: Decoder,
+    kind: str,
+    costs: Costs | None,
+    free_nbytes: int | None,
+    budgets: Budgets,
 ) -> Budget:
     return require_fit(
         decoder.layout,
@@ -111,4 +120,5 @@ def _fitting(
         device_kind=kind,
         costs=costs,
         free_nbytes=free_nbytes,
+        found=budgets.of(options),
     )

@@ -7,7 +7,7 @@ from slideformer.schedule.ops import Access, Buffer, LaneName, Op, OpKind, Place
 from slideformer.schedule.options import StepOptions, Update
 from slideformer.schedule.pass_options import PassOptions
 from slideformer.schedule.program import build_evaluation, evaluation_ops
-from slideformer.schedule.simulate import Timeline, simulate
+from slideformer.schedule.simulate import Timeline, joined_step_s, simulate
 from slideformer.schedule.training import build_step, step_ops
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "build_step",
     "choose_ahead",
     "evaluation_ops",
+    "joined_step_s",
     "pass_ops",
     "prove",
     "simulate",

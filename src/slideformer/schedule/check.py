@@ -37,7 +37,7 @@ def prove(plan: Plan, layout: Layout, options: StepOptions) -> None:
     """Raise PlanError unless effects, contents and order hold for a first run and for runs that join."""
     effects = PassEffects(layout, options) if isinstance(options, PassOptions) else Effects(layout, options)
     _prove_effects(plan, effects, options)
-    _prove_positions(plan, options)
+    _prove_positions(plan, layout, options)
     _prove_lanes(plan, options)
     _prove_contents(plan, effects)
     _prove_order(plan)
@@ -45,11 +45,12 @@ def prove(plan: Plan, layout: Layout, options: StepOptions) -> None:
 
 def _prove_effects(plan: Plan, effects: Effects, options: StepOptions) -> None:
     for op in plan.ops:
-        declared = [Effect(a.role, a.buffer.place, a.needs, a.leaves) for a in op.accesses]
+        declared = [(a.role, a.buffer.place, a.needs, a.leaves) for a in op.accesses]
         required = effects.of(op)
         if declared != required and Counter(declared) != Counter(required):
             missing, extra = Counter(required) - Counter(declared), Counter(declared) - Counter(required)
-            raise PlanError(f"{op} must declare {list(missing)}, which it does not, and declares {list(extra)}")
+            found = [Effect(*one) for one in extra]
+            raise PlanError(f"{op} must declare {list(missing)}, which it does not, and declares {found}")
         if len({a.buffer for a in op.accesses}) != len(op.accesses):
             raise PlanError(f"{op} declares one buffer twice")
     last = OpKind.RESULT if not plan.trains else OpKind.DECIDE if options.update is Update.DEFERRED else OpKind.TOTAL
@@ -58,8 +59,9 @@ def _prove_effects(plan: Plan, effects: Effects, options: StepOptions) -> None:
         raise PlanError(f"the plan must have one op {last}, which tells the caller what came of it")
 
 
-def _prove_positions(plan: Plan, options: StepOptions) -> None:
+def _prove_positions(plan: Plan, layout: Layout, options: StepOptions) -> None:
     limits = {
+        Place.DENSE: len(layout.units),
         Place.SLOT: options.window,
         Place.GRAD: options.grad_slots,
         Place.RING: options.ring,
@@ -144,7 +146,7 @@ def _prove_order(plan: Plan) -> None:
     if len(plan.waits) != num_ops:
         raise PlanError(f"{len(plan.waits)} lists of waits for {num_ops} ops")
     lanes = {lane: number for number, lane in enumerate(LaneName)}
-    lane_of = [lanes[op.lane] for op in plan.ops]
+    lane_of = [lanes[op.lane] for op in plan.ops] * 2
     numbers: dict[Buffer, int] = {}
     touched = [
         [(numbers.setdefault(a.buffer, len(numbers)), a.leaves is not None) for a in op.accesses] for op in plan.ops
@@ -166,13 +168,14 @@ def _prove_order(plan: Plan) -> None:
         for access, (number, writes) in zip(op.accesses, touched[here], strict=True):
             before = [writer[number], *readers[number].values()] if writes else [writer[number]]
             for other in before:
-                if other >= 0 and known[lane_of[other % num_ops]] < other:
+                if other >= 0 and known[lane_of[other]] < other:
                     beside = plan.ops[other % num_ops]
                     raise PlanError(
                         f"{op} (lane {op.lane}) and {beside} (lane {beside.lane}) both touch {access.buffer}, and "
                         "nothing orders them"
                     )
-        known = [*known[:lane], index, *known[lane + 1 :]]
+        known = known.copy()
+        known[lane] = index
         done.append(known)
         lane_done[lane] = known
         for number, writes in touched[here]:

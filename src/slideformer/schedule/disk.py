@@ -37,12 +37,18 @@ STRAIGHT = {
 """Lanes between host and device, and those in which the same ops go between disk and device."""
 
 
+MOVES_TILES = frozenset({LaneName.UPDATE, LaneName.UPLOAD, LaneName.GATHER, LaneName.SPILL, LaneName.FETCH})
+"""Lanes of the ops that touch what may be on disk."""
+
+
 def staged(ops: Sequence[Op], options: StepOptions) -> tuple[Op, ...]:
     """The ops with staging for whatever `options.disk` and `options.saved_on_host` leave to the disk."""
     if not options.disk and options.saved_on_host is None:
         return tuple(ops)
-    staging = _Staging(options)
-    return _without_dead_writes([found for op in ops for found in staging.around(op)])
+    staging, found = _Staging(options), list[Op]()
+    for op in ops:
+        found += staging.around(op) if op.lane in MOVES_TILES else (op,)
+    return _without_dead_writes(found)
 
 
 def _without_dead_writes(ops: list[Op]) -> tuple[Op, ...]:
@@ -95,7 +101,7 @@ class _Staging:
         if buffer.place is Place.SAVED:
             host = self._options.saved_on_host
             return host is not None and buffer.index[0] >= host
-        return buffer.place in STATE and (str(buffer.place), buffer.index[0]) in self._disk
+        return buffer.place in STATE and (buffer.place, buffer.index[0]) in self._disk
 
     def _goes_straight(self, op: Op) -> bool:
         joins = op.kind is OpKind.UPLOAD and self._options.fp32_compute

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -190,17 +190,40 @@ def _letter(column: dict[str, float], slice_s: float) -> str:
 
 def simulate(plan: Plan, cost_s: Callable[[Op], float], *, runs: int = 1) -> Timeline:
     """The timeline of `runs` joined runs when op i takes cost_s(op) seconds. Lanes are FIFO, waits as in the plan."""
-    ends: list[list[float]] = []
-    free = dict.fromkeys(LaneName, 0.0)
-    spans = []
     costs = [cost_s(op) for op in plan.ops]
-    for run in range(runs):
-        ends.append([])
-        for op, waits, seconds in zip(plan.ops, plan.waits, costs, strict=True):
-            ready = [ends[run - w.age][w.index] for w in waits if run - w.age >= 0]
-            start = max([free[op.lane], *ready])
-            end = start + seconds
-            free[op.lane] = end
-            ends[run].append(end)
-            spans.append(Span(op, run, start, end))
+    spans: list[Span] = []
+    for run, starts in enumerate(_starts(plan, costs, runs)):
+        found = zip(plan.ops, starts, costs, strict=True)
+        spans += [Span(op, run, start, start + seconds) for op, start, seconds in found]
     return Timeline(tuple(spans))
+
+
+def joined_step_s(plan: Plan, cost_s: Callable[[Op], float], *, runs: int = 3) -> float:
+    """`simulate(...).step_s()` in a fraction of its time: for whoever compares plans and draws none."""
+    costs = [cost_s(op) for op in plan.ops]
+    compute = [i for i, op in enumerate(plan.ops) if op.lane is LaneName.COMPUTE]
+    ends = [max(starts[i] + costs[i] for i in compute) for starts in _starts(plan, costs, runs)]
+    return ends[-1] - (ends[-2] if runs > 1 else 0.0)
+
+
+def _starts(plan: Plan, costs: list[float], runs: int) -> Iterator[list[float]]:
+    """When each op starts, run by run."""
+    lanes = {lane: number for number, lane in enumerate(LaneName)}
+    lane_of = [lanes[op.lane] for op in plan.ops]
+    free = [0.0] * len(lanes)
+    before: list[float] = []
+    for _ in range(runs):
+        starts: list[float] = []
+        ends: list[float] = []
+        for lane, waits, seconds in zip(lane_of, plan.waits, costs, strict=True):
+            start = free[lane]
+            for age, index in waits:
+                if age == 0:
+                    start = max(start, ends[index])
+                elif before:
+                    start = max(start, before[index])
+            free[lane] = start + seconds
+            starts.append(start)
+            ends.append(free[lane])
+        before = ends
+        yield starts

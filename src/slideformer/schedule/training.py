@@ -22,11 +22,12 @@ def step_ops(layout: Layout, options: StepOptions) -> tuple[Op, ...]:
     return staged(_TrainingProgram(layout, options).write(), options)
 
 
-def build_step(layout: Layout, options: StepOptions) -> Plan:
-    """The plan of one training step. Raises ValueError when nothing is trainable or an option is out of range."""
+def build_step(layout: Layout, options: StepOptions, *, ops: tuple[Op, ...] | None = None) -> Plan:
+    """The plan of one training step. ops: what `step_ops` gave for the same, where that is at hand. Raises ValueError
+    when nothing is trainable or an option is out of range."""
     if layout.train_numel == 0:
         raise ValueError("no parameter is trainable: every name matches a frozen pattern")
-    ops = step_ops(layout, options)
+    ops = step_ops(layout, options) if ops is None else ops
     return Plan(ops, derive(ops), trains=True, name=f"{options.update} step")
 
 

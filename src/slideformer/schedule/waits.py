@@ -21,36 +21,36 @@ def derive(ops: Sequence[Op]) -> tuple[tuple[Wait, ...], ...]:
     program, one behind the other, show all of them.
     """
     num_ops = len(ops)
-    writer: dict[Buffer, int] = {}
-    readers: dict[Buffer, dict[LaneName, int]] = {}
+    lane_of = [LANES[op.lane] for op in ops] * 2
+    numbers: dict[Buffer, int] = {}  # of buffers, which are looked up many times
+    touched = [[(numbers.setdefault(a.buffer, len(numbers)), a.leaves is not None) for a in op.accesses] for op in ops]
+    writer = [-1] * len(numbers)
+    readers: list[dict[int, int]] = [{} for _ in numbers]  # by lane, since the last write
     clocks: list[list[int]] = []
-    lane_clock = {lane: [-1] * len(LANES) for lane in LaneName}
+    lane_clock = [[-1] * len(LANES) for _ in LANES]
     waits: list[tuple[Wait, ...]] = []
     for index in range(2 * num_ops):
-        op = ops[index % num_ops]
-        hazards: set[int] = set()
-        for access in op.accesses:
-            if access.buffer in writer:
-                hazards.add(writer[access.buffer])
-            if access.leaves is not None:
-                hazards.update(readers.get(access.buffer, {}).values())
-        known = list(lane_clock[op.lane])
+        here = index % num_ops
+        lane, accesses = lane_of[here], touched[here]
+        known = lane_clock[lane]  # its own lane is done as far as that goes
+        hazards = [writer[number] for number, _ in accesses]
+        for number, writes in accesses:
+            if writes:
+                hazards += readers[number].values()
         found = []
-        for hazard in sorted(hazards, reverse=True):
-            lane = ops[hazard % num_ops].lane
-            if lane is op.lane or known[LANES[lane]] >= hazard:
-                continue
-            found.append(Wait(1 - hazard // num_ops, hazard % num_ops))
-            known = [max(a, b) for a, b in zip(known, clocks[hazard], strict=True)]
-        known[LANES[op.lane]] = index
+        for hazard in sorted({h for h in hazards if h >= 0 and known[lane_of[h]] < h}, reverse=True):
+            if known[lane_of[hazard]] < hazard:
+                found.append(Wait(1 - hazard // num_ops, hazard % num_ops))
+                known = list(map(max, known, clocks[hazard]))
+        known = known.copy()
+        known[lane] = index
         clocks.append(known)
-        lane_clock[op.lane] = known
-        for access in op.accesses:
-            if access.leaves is not None:
-                writer[access.buffer] = index
-                readers[access.buffer] = {}
+        lane_clock[lane] = known
+        for number, writes in accesses:
+            if writes:
+                writer[number], readers[number] = index, {}
             else:
-                readers.setdefault(access.buffer, {})[op.lane] = index
+                readers[number][lane] = index
         if index >= num_ops:
             waits.append(tuple(found))
     return tuple(waits)

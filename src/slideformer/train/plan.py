@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from slideformer.config import TrainConfig
-from slideformer.engine import EngineOptions, budget_of, require_fit
+from slideformer.engine import EngineOptions, require_fit
 from slideformer.engine.costs import ASSUMED, Costs, Rates, assumed, cost_of, disk_traffic, largest_block_numel
-from slideformer.engine.fit import host_room
+from slideformer.engine.fit import Budgets, host_room
 from slideformer.engine.placement import Room, place, placed
-from slideformer.engine.settle import saved_beside, with_disk
+from slideformer.engine.settle import budgets_of, saved_beside, with_disk
 from slideformer.memory import Budget, size
 from slideformer.model.decoder import Decoder
 from slideformer.schedule import Timeline, build_step, prove, simulate
@@ -209,34 +209,32 @@ def plan_run(
     given = engine_options(config)
     shape = given.batch_shape(decoder.hidden_size, decoder.dtype)
     costs = assumed(decoder.layout, shape, rates)
-    options = _settled(given, decoder, costs, kind)
+    beside = costs if kind == "cuda" else None
+    budgets = budgets_of(decoder, beside)
+    options = _settled(given, decoder, costs, kind, budgets)
     step_options = options.step_options(decoder.layout, decoder.dtype)
-    plan = build_step(decoder.layout, step_options)
+    plan = build_step(decoder.layout, step_options, ops=budgets.step_ops(options))
     prove(plan, decoder.layout, step_options)
     timeline = simulate(plan, cost_of(decoder.layout, shape, costs), runs=JOINED_RUNS)
-    beside = costs if kind == "cuda" else None
-    sizes = {"hidden_size": decoder.hidden_size, "dtype": decoder.dtype}
-    found = budget_of(decoder.layout, options, **sizes, costs=beside)
     traffic = disk_traffic(plan, decoder.layout, shape)
-    return RunPlan(config, kind, decoder, options, found, rates, beside, timeline, traffic)
+    return RunPlan(config, kind, decoder, options, budgets.of(options), rates, beside, timeline, traffic)
 
 
-def _settled(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str) -> EngineOptions:
+def _settled(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str, budgets: Budgets) -> EngineOptions:
     """What the engine decides by the room there is, decided by max_gpu_memory alone: no device is asked here."""
-    beside = costs if kind == "cuda" else None
     host_nbytes = options.max_host_memory or host_room(options.max_host_memory).nbytes
-    return with_disk(_placed(options, decoder, costs, kind), decoder, kind, beside, host_nbytes)
+    return with_disk(_placed(options, decoder, costs, kind, budgets), decoder, kind, budgets, host_nbytes)
 
 
-def _placed(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str) -> EngineOptions:
-    ahead = () if options.ahead == "auto" else options.ahead
+def _placed(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str, budgets: Budgets) -> EngineOptions:
+    options = replace(options, ahead=() if options.ahead == "auto" else options.ahead)
     if kind == "cpu" or options.max_gpu_memory is None:
         saved = saved_beside(options)
         resident = options.step_options(decoder.layout, decoder.dtype).resident
         keep = () if options.keep == "auto" else options.keep
-        return replace(options, saved_on_device=saved, resident=resident, keep=keep, ahead=ahead, late=())
-    room = Room(decoder.layout, options, costs, decoder.hidden_size, decoder.dtype, options.max_gpu_memory)
-    return replace(place(room), ahead=ahead)
+        return replace(options, saved_on_device=saved, resident=resident, keep=keep, late=())
+    room = Room(decoder.layout, options, costs, decoder.hidden_size, decoder.dtype, options.max_gpu_memory, budgets)
+    return place(room)
 
 
 def _table(tier: str, terms: dict[str, int]) -> list[str]:
