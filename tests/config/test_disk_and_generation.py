@@ -67,6 +67,11 @@ def test_prompts_are_a_list_or_a_file(written, means) -> None:
         ({"max_disk_writes": "1TB"}, "max_disk_writes is given, but nothing lies on the disk"),
         ({"max_disk_writes": 5}, "found 5, which is no size"),
         ({"disk_tbw": 0}, "greater than 0"),
+        ({"reuse_offload_dir": True}, "reuse_offload_dir is true, but nothing lies on the disk: give offload_dir"),
+        (
+            {"reuse_offload_dir": True, "keep_offload_dir": True, "offload_dir": "d"},
+            "reuse_offload_dir and keep_offload_dir are both true, and what was kept is not taken over: keep one",
+        ),
         ({"use_gds": True}, "use_gds is true, but nothing lies on the disk: give offload_dir, or drop it"),
         ({"generate_steps": 5}, "generate_steps is 5, but there is nothing to go on from: give generate_prompts"),
         ({"generate_prompts": ["a"]}, "generate_prompts is given, but generate_steps is 0"),

@@ -164,7 +164,9 @@ CODES = {
     "batches are cut from encoded rows inside the run": 0,
 }
 ELSEWHERE = {  # tried where they are made
-    "of a run that was killed or kept its files": "memory/disk_claim.py",
+    "of a run that was killed": "memory/disk_found.py",
+    "of a run that kept its files": "memory/disk_found.py",
+    "is used by a run that is at work": "memory/disk_found.py",
     "is not what this run wrote": "memory/disk.py",
     "GPUDirect Storage needs kvikio": "memory/disk_gds.py",
     "GPUDirect Storage is emulated here": "memory/disk.py",

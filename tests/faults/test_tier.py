@@ -91,8 +91,34 @@ def test_what_a_killed_run_left_is_told_at_the_next_start(server: Server, config
     left = sorted(path.name for path in (folder / "tier").iterdir())
     third = server.start(folder, "train", "train.yaml")
     assert third.wait() == 2
-    assert re.match(r"offload_dir tier holds 0.0\d GiB of a run that was killed or kept its files", third.error)
+    assert re.match(r"offload_dir tier holds 0.0\d GiB of a run that was killed \(process", third.error)
     assert third.error.endswith(
-        "nothing goes on from them (a checkpoint has its own), remove the folder, or choose another"
+        "nothing goes on from them (a checkpoint has its own): remove them with "
+        f"`rm -r {folder}/tier`, set reuse_offload_dir: true, or choose another"
     )
     assert sorted(path.name for path in (folder / "tier").iterdir()) == left, "nothing of it is removed"
+
+
+def test_a_killed_run_that_is_started_again_as_it_was_goes_on_to_the_same_bits(
+    server: Server, config, unbroken
+) -> None:
+    """kill -9 in a step, twice, and the same command each time: no hand removes anything."""
+    folder = config(resume_from_checkpoint="auto", reuse_offload_dir=True, **RUN, **TIER)
+    wait = "import time\nfrom slideformer.train.loop import Loop\nsubmit = Loop._submit\n"
+    wait += "def slow(self, index, waiting):\n    time.sleep({s} if index == {step} else 0)\n"
+    wait += "    return submit(self, index, waiting)\nLoop._submit = slow\n"
+    for step in (3, 5):
+        child = server.start(folder, "train", "train.yaml", before=wait.format(s=60, step=step))
+        child.until(f"step {step - 1}/")
+        while f"checkpoint-{step - 1}" not in complete(folder / "out"):
+            assert child.alive()
+            time.sleep(0.05)
+        child.send(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+        assert {"weight", "exp_avg", "saved"} <= {path.name for path in (folder / "tier").iterdir()}
+    last = server.start(folder, "train", "train.yaml", log="last.txt")
+    assert last.wait() == 0
+    assert "offload_dir tier is taken over: " in (folder / "last.txt").read_text()
+    ended = {file.name: file.read_bytes() for file in (folder / "out" / "checkpoint-6").glob("*.safetensors")}
+    assert ended == unbroken
+    assert not (folder / "tier").exists()

@@ -270,49 +270,6 @@ def test_threads_that_cannot_be_started_are_told(bad_days) -> None:
     assert bad_days["threads"]["stand-in"].endswith("could not be written: can't start new thread")
 
 
-@pytest.fixture
-def other_run(tmp_path: Path) -> Iterator[int]:
-    """A process that has tmp_path / d, with a file in it, and does nothing more."""
-    ready, told = os.pipe()
-    if (child := os.fork()) == 0:
-        signal.alarm(100)
-        DiskFolder(tmp_path / "d").file("a", [1 << 20])
-        os.write(told, b"x")
-        signal.pause()
-    assert os.read(ready, 1) == b"x"
-    os.close(ready), os.close(told)
-    yield child
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-
-
-def test_two_runs_do_not_share_a_folder(other_run: int, tmp_path: Path) -> None:
-    text = (
-        rf"offload_dir .*/d is used by a run that is at work \(process {other_run} on \S+ since \S+\): wait for its end"
-    )
-    for _ in range(2):
-        with pytest.raises(BadInput, match=text):
-            DiskFolder(tmp_path / "d")
-    assert (tmp_path / "d" / "a").exists()
-
-
-def test_what_a_killed_run_left_is_told_and_not_touched(other_run: int, tmp_path: Path) -> None:
-    os.kill(other_run, signal.SIGKILL)
-    os.waitid(os.P_PID, other_run, os.WEXITED | os.WNOWAIT)
-    text = (
-        r"offload_dir .*/d holds 0\.00 GiB of a run that was killed or kept its files "
-        rf"\(process {other_run} on \S+ since \S+, last written \d{{{{4}}}}-\d\d-\d\d \d\d:\d\d\): "
-        r"nothing goes on from them \(a checkpoint has its own\), remove {}, or choose another"
-    )
-    with pytest.raises(BadInput, match=text.format(r"slideformer\.lock there, and leave what else is in it")):
-        DiskFolder(tmp_path / "d")
-    (tmp_path / "d" / "a").rename(tmp_path / "d" / "exp_avg")
-    with pytest.raises(BadInput, match=text.format("the folder")):
-        DiskFolder(tmp_path / "d")
-    (tmp_path / "d" / "exp_avg").rename(tmp_path / "d" / "a")
-    assert (tmp_path / "d" / "a").exists()
-
-
 def test_a_child_of_the_run_leaves_the_folder_to_it(folder: DiskFolder, file: DiskFile) -> None:
     if (child := os.fork()) == 0:
         signal.alarm(20)
@@ -324,26 +281,6 @@ def test_a_child_of_the_run_leaves_the_folder_to_it(folder: DiskFolder, file: Di
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     holds(file, 0, 1)
-
-
-@pytest.mark.parametrize(
-    ("prepare", "text"),
-    [
-        (lambda d: d.write_text("x"), "is a file: choose a folder that is not there yet"),
-        (lambda d: (d.mkdir(), (d / "x").write_text("")), r"has other files in it \(x\): choose a folder that is not"),
-        (lambda d: (d.mkdir(), (d / "x").mkdir(), (d / "y").mkdir()), r"has other files in it \(x and more\)"),
-        (
-            lambda d: (d.mkdir(), (d / "slideformer.lock").write_text("?")),
-            r"was killed or .* \(which one is not known, la",
-        ),
-    ],
-)
-def test_what_is_somebody_elses_is_refused_and_stays(tmp_path: Path, prepare, text: str) -> None:
-    prepare(tmp_path / "d")
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(BadInput, match=f"offload_dir .*/d .*{text}"):
-        DiskFolder(tmp_path / "d")
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:

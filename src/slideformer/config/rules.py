@@ -170,6 +170,14 @@ def _of_the_disk(config: TrainConfig) -> list[tuple[bool, str]]:
             "max_disk_writes is given, but nothing lies on the disk: give offload_dir, or drop it",
         ),
         (
+            config.reuse_offload_dir and config.offload_dir is None,
+            "reuse_offload_dir is true, but nothing lies on the disk: give offload_dir, or drop it",
+        ),
+        (
+            config.reuse_offload_dir and config.keep_offload_dir,
+            "reuse_offload_dir and keep_offload_dir are both true, and what was kept is not taken over: keep one",
+        ),
+        (
             config.use_gds and config.offload_dir is None,
             "use_gds is true, but nothing lies on the disk: give offload_dir, or drop it",
         ),

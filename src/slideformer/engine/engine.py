@@ -69,6 +69,7 @@ class Engine:
                 self.folder = DiskFolder(
                     Path(str(options.offload_dir)),
                     keep=options.keep_offload_dir,
+                    reuse=options.reuse_offload_dir,
                     gds=options.gds and not through_host,
                 )
                 self.costs = _with_disk_rate(self.costs, self.folder)

@@ -50,8 +50,8 @@ class EngineOptions:
     residual, exp_avg or exp_avg_sq. saved_on_host: hidden states beyond those on the device that the host takes; the
     others go to files (None: it takes all). offload: decides these two. disk_ring: tiles in each ring
     between disk and host. gds: weights and saved inputs on disk go straight to the device and back.
-    keep_offload_dir: the files stay at the end. beside_nbytes: what else will be taken beside the engine, on the
-    device and on the host.
+    keep_offload_dir: the files stay at the end. reuse_offload_dir: what a killed run left there goes. beside_nbytes:
+    what else will be taken beside the engine, on the device and on the host.
     """
 
     micro_batch_size: int = 1
@@ -85,6 +85,7 @@ class EngineOptions:
     gds: bool = False
     offload_dir: str | None = None
     keep_offload_dir: bool = False
+    reuse_offload_dir: bool = False
     beside_nbytes: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """The folder that a run keeps its state in: made or found empty, locked, and given back as it was.
 
-The lock is a file that names its holder and is locked by the kernel (flock), which lets go however the holder ends. So
-a file that nobody holds is what a killed run left behind. Nothing is ever removed that this run did not make itself.
+Nothing is ever removed that this run did not make itself, but for what a killed run's claim lists (disk_found.py), and
+that only where the config allows it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ import logging
 import os
 import socket
 import uuid
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 from slideformer.errors import BadInput
+from slideformer.memory.disk_direct import PROBE_NAME
+from slideformer.memory.disk_found import LOCK_NAME, Whose, found_in, take_over, wait_for_the_end
 
-LOCK_NAME = "slideformer.lock"
+WAIT_S = 30.0
+"""How long the end of a run is waited for before what it leaves is taken over: the kernel takes seconds to give back a
+large process's memory, and lets go of its files after that."""
 
 log = logging.getLogger(__name__)
 
@@ -25,20 +30,28 @@ log = logging.getLogger(__name__)
 class Claim:
     """One run's hold on a folder. run: 16 bytes that no other run has."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises BadInput: the folder cannot be made, is in use, or is not empty."""
+    def __init__(self, path: Path, *, reuse: bool = False) -> None:
+        """reuse: what a killed run left there may go. Raises BadInput: the folder cannot be made, is in use, or is not
+        empty."""
         self.path, self.run, self._pid = path, uuid.uuid4().bytes, os.getpid()
-        self._made = _make(path)
-        lock = path / LOCK_NAME
+        if reuse:
+            wait_for_the_end(path, wait_s=WAIT_S)
+        self._made = make(path)
         try:
-            if not self._made and (others := _others(path)):
-                raise BadInput(others)
-            try:
-                self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            except FileExistsError:  # another run was faster
-                raise BadInput(_others(path) or f"another run has just used offload_dir {path}: try again") from None
-            except OSError as error:
-                raise BadInput(f"offload_dir {path} cannot be written to: {error.strerror}: choose another") from None
+            found = None if self._made else found_in(path)
+            if found is not None and reuse and found.whose is Whose.LEFT:
+                self._lock, before = take_over(path)
+                self._made = before.made
+                log.warning(
+                    "offload_dir %s is taken over: %.2f GiB that a killed run (%s) had left there are removed",
+                    path,
+                    found.nbytes / 2**30,
+                    before.holder,
+                )
+            elif found is not None:
+                raise BadInput(found.sentence)
+            else:
+                self._lock = _new_lock(path)
         except BadInput:
             if self._made:
                 _remove_if_empty(path)
@@ -46,15 +59,19 @@ class Claim:
         self._identity = identity(self._lock)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX)  # another run may hold it for the moment in which it looks who does
+            locked = True
         except OSError:  # some network file systems know no locks: the file itself still keeps others out
-            pass
-        holder = {
+            locked = False
+        self._files: dict[str, int | None] = {PROBE_NAME: None}
+        self._told: dict[str, object] = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "start": datetime.now().isoformat(timespec="seconds"),
+            "locked": locked,
+            "made": self._made,
         }
         try:
-            os.pwrite(self._lock, json.dumps(holder).encode(), 0)
+            self._write()
         except OSError as error:
             self.release(remove=True)
             raise BadInput(f"offload_dir {path} cannot be written to: {error.strerror}: choose another") from None
@@ -64,6 +81,22 @@ class Claim:
         """False in a child that the run's process forked: the folder is its parent's."""
         return os.getpid() == self._pid
 
+    def note(self, name: str, inode: int | None = None) -> None:
+        """There is a file of this name from now on, or will be. Raises OSError."""
+        self._files[name] = inode
+        self._write()
+
+    def forget(self, name: str) -> None:
+        """The file is gone. Raises OSError."""
+        del self._files[name]
+        self._write()
+
+    def keep(self) -> None:
+        """The files stay on purpose: no other run is to take them over."""
+        self._told["kept"] = True
+        with suppress(OSError):
+            self._write()
+
     def release(self, *, remove: bool) -> None:
         """Let go. remove: the lock goes too, and the folder where this run made it and nothing else is in it."""
         if remove:
@@ -71,6 +104,12 @@ class Claim:
         os.close(self._lock)
         if remove and self._made:
             _remove_if_empty(self.path)
+
+    def _write(self) -> None:
+        """In one piece, and on the disk: a machine that stops leaves it too."""
+        text = json.dumps({**self._told, "files": self._files}).encode()
+        os.pwrite(self._lock, text.ljust(os.fstat(self._lock).st_size), 0)
+        os.fsync(self._lock)
 
 
 def identity(descriptor: int) -> tuple[int, int]:
@@ -90,8 +129,9 @@ def remove_own(file: Path, made: tuple[int, int]) -> None:
             log.warning("%s could not be removed: %s", file, error.strerror)
 
 
-def _make(path: Path) -> bool:
-    """Whether the folder is new. Its parent must be there: a disk that is not mounted is not to be missed."""
+def make(path: Path) -> bool:
+    """Whether the folder is new. Its parent must be there: a disk that is not mounted is not to be missed. Raises
+    BadInput."""
     try:
         path.mkdir()
         return True
@@ -100,12 +140,28 @@ def _make(path: Path) -> bool:
             raise BadInput(f"offload_dir {path} is a file: choose a folder that is not there yet") from None
         return False
     except FileNotFoundError:
-        raise BadInput(
-            f"offload_dir {path} cannot be made, there is no folder {path.parent}: mount the disk, make the folder, "
-            "or choose another"
-        ) from None
+        raise BadInput(no_parent(path)) from None
     except OSError as error:
         raise BadInput(f"offload_dir {path} cannot be made: {error.strerror}: choose another") from None
+
+
+def no_parent(path: Path) -> str:
+    return (
+        f"offload_dir {path} cannot be made, there is no folder {path.parent}: mount the disk, make the folder, "
+        "or choose another"
+    )
+
+
+def _new_lock(path: Path) -> int:
+    try:
+        return os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:  # another run was faster
+        found = found_in(path)
+        raise BadInput(
+            found.sentence if found else f"another run has just used offload_dir {path}: try again"
+        ) from None
+    except OSError as error:
+        raise BadInput(f"offload_dir {path} cannot be written to: {error.strerror}: choose another") from None
 
 
 def _remove_if_empty(path: Path) -> None:
@@ -113,64 +169,3 @@ def _remove_if_empty(path: Path) -> None:
         path.rmdir()
     except OSError:
         log.info("%s stays, there is something in it that this run did not write", path)
-
-
-def _others(path: Path) -> str | None:
-    """Whose things are in the folder, in one sentence; None where there are none."""
-    try:
-        names = sorted(os.listdir(path))
-    except OSError as error:
-        return f"offload_dir {path} cannot be read: {error.strerror}: choose another"
-    if not names:
-        return None
-    if LOCK_NAME not in names:
-        return (
-            f"offload_dir {path} has other files in it ({names[0]}{' and more' if names[1:] else ''}): choose a folder "
-            "that is not there yet, or an empty one"
-        )
-    try:
-        lock = os.open(path / LOCK_NAME, os.O_RDWR)
-    except OSError as error:
-        return f"offload_dir {path} belongs to another run ({error.strerror}): choose another"
-    try:
-        holder = _holder(lock)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return (
-                f"offload_dir {path} is used by a run that is at work ({holder}): wait for its end, or choose another"
-            )
-        return _leftovers(path, names, holder)
-    finally:
-        os.close(lock)
-
-
-OWN_NAMES = frozenset((LOCK_NAME, "weight", "residual", "exp_avg", "exp_avg_sq", "saved", "rates"))
-"""What runs leave in such a folder."""
-
-
-def _holder(lock: int) -> str:
-    try:
-        told = json.loads(os.pread(lock, 4096, 0))
-        return f"process {told['pid']} on {told['host']} since {told['start']}"
-    except (ValueError, KeyError, TypeError, OSError):
-        return "which one is not known"
-
-
-def _leftovers(path: Path, names: list[str], holder: str) -> str:
-    nbytes, newest = 0, 0.0
-    for name in names:
-        try:
-            status = os.lstat(path / name)
-        except OSError:
-            continue
-        nbytes, newest = nbytes + status.st_blocks * 512, max(newest, status.st_mtime)
-    when = datetime.fromtimestamp(newest).strftime("%Y-%m-%d %H:%M")
-    others = sorted(set(names) - OWN_NAMES)
-    what = (
-        f"{', '.join(sorted(OWN_NAMES & set(names)))} there, and leave what else is in it" if others else "the folder"
-    )
-    return (
-        f"offload_dir {path} holds {nbytes / 2**30:.2f} GiB of a run that was killed or kept its files ({holder}, last "
-        f"written {when}): nothing goes on from them (a checkpoint has its own), remove {what}, or choose another"
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from slideformer.memory.disk_extent import PAGE
 
 PROBE_NBYTES = 64 * PAGE
+PROBE_NAME = "direct.probe"
 
 
 def open_file(path: Path, *, direct: bool) -> int:
@@ -24,7 +26,7 @@ def passes_the_cache(folder: Path) -> bool:
     Some file systems refuse the flag, others take it and use the cache all the same. Raises OSError where the folder
     cannot be written to.
     """
-    path = folder / "direct.probe"
+    path = folder / PROBE_NAME
     try:
         file = open_file(path, direct=True)
     except OSError as error:
@@ -34,15 +36,35 @@ def passes_the_cache(folder: Path) -> bool:
             raise
         return False
     try:
+        return _passes(file)
+    finally:
+        os.close(file)
+        path.unlink()
+
+
+def would_pass_the_cache(folder: Path) -> bool | None:
+    """The same in a folder that nothing is to be left in, whatever happens: with a file without a name. None where the
+    file system has no such files. Raises OSError as above."""
+    try:
+        file = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        return None
+    try:
+        return _passes(file)
+    finally:
+        os.close(file)
+
+
+def _passes(file: int) -> bool:
+    try:
         with mmap.mmap(-1, PROBE_NBYTES) as memory:
             os.pwritev(file, [memory], 0)
             os.preadv(file, [memory], 0)
         return resident_nbytes_of(file) == 0
     except OSError:
         return False
-    finally:
-        os.close(file)
-        path.unlink()
 
 
 def resident_nbytes_of(file: int) -> int:

@@ -88,6 +88,7 @@ def engine_options(config: TrainConfig) -> EngineOptions:
         offload=None if config.offload_dir is None else shares,
         offload_dir=config.offload_dir,
         keep_offload_dir=config.keep_offload_dir,
+        reuse_offload_dir=config.reuse_offload_dir,
         gds=config.use_gds,
         resident={"auto": "auto", "stream": (), "resident": "all"}[config.placement],
         keep=() if config.placement == "stream" else "auto",
