@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,9 +59,11 @@ class Engine:
         self.costs: Costs | None = None
         self.predicted_step_s: float | None = None
         self.folder: DiskFolder | None = None
-        self._own_kernels = kernels is None
-        self.kernels = kernels or load(options.cpu_threads or _update_threads(device))
-        try:
+        self._generation: Generation | None = None
+        with ExitStack() as held:  # what is this engine's own, and goes with it
+            self.kernels = kernels or load(options.cpu_threads or _update_threads(device))
+            if kernels is None:
+                held.callback(self.kernels.close)
             settled = settle(options, decoder, device, self.kernels)
             self.options = options = settled.options
             self.budget, self.costs = settled.budget, settled.costs
@@ -72,6 +75,7 @@ class Engine:
                     reuse=options.reuse_offload_dir,
                     gds=options.gds and not through_host,
                 )
+                held.callback(self.folder.close)
                 self.costs = _with_disk_rate(self.costs, self.folder)
             self.step_options = options.step_options(self.layout, decoder.dtype)
             self._plans: dict[tuple[bool, int], Plan] = {}
@@ -95,13 +99,7 @@ class Engine:
             device_actions = {**DeviceActions(decoder, self.kernels).table(), **ResidentUpdates(self.layout).table()}
             device_actions |= SlicedHeadActions(decoder).table()
             self.executor = Executor(device, buffers, {**device_actions, **self._host.table()})
-        except BaseException:
-            if self._own_kernels:
-                self.kernels.close()
-            if self.folder is not None:
-                self.folder.close()
-            raise
-        self._generation: Generation | None = None
+            self._held = held.pop_all()
 
     def _plan(self, *, trains: bool, micro_batches: int) -> Plan:
         """Plans are proven when they are built. The last step of an epoch may have fewer micro-batches."""
@@ -261,10 +259,7 @@ class Engine:
                 self.executor.synchronize()
         finally:
             self.executor.wait_idle()  # what has failed may still be at work in other lanes, also for a generation
-            if self._own_kernels:
-                self.kernels.close()
-            if self.folder is not None:
-                self.folder.close()
+            self._held.close()
 
     def __enter__(self) -> Engine:
         return self

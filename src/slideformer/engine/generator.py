@@ -7,6 +7,7 @@ and values. A model that fits as a whole does not slide at all.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,9 +75,10 @@ class GenerationEngine:
         """
         self.decoder, self.device = decoder, device
         self.layout = decoder.layout.untrained()
-        self._closed, self._own_kernels = False, kernels is None
-        self.kernels = kernels or load(options.cpu_threads or available_cpus())
-        try:
+        with ExitStack() as held:
+            self.kernels = kernels or load(options.cpu_threads or available_cpus())
+            if kernels is None:
+                held.callback(self.kernels.close)
             if options.max_gpu_memory is not None:
                 device.limit_memory(options.max_gpu_memory)
             fit = _Fit(decoder, self.layout, device, options)
@@ -91,10 +93,8 @@ class GenerationEngine:
                 resident=self.pass_options.resident,
             )
             self._generation = Generation(decoder, device, self.kernels, self.state, self.shape, self.pass_options, {})
-        except BaseException:
-            if self._own_kernels:
-                self.kernels.close()
-            raise
+            held.callback(self._generation.close)
+            self._held = held.pop_all()
 
     def write(self, unit: int, offset: int, values: torch.Tensor) -> None:
         """Set weights of a unit from `offset` on. values: 1-D, float, host."""
@@ -106,11 +106,7 @@ class GenerationEngine:
 
     def close(self) -> None:
         """Wait for what is under way, and end the engine's threads."""
-        if not self._closed:
-            self._closed = True
-            self._generation.close()
-            if self._own_kernels:
-                self.kernels.close()
+        self._held.close()
 
     def __enter__(self) -> GenerationEngine:
         return self
