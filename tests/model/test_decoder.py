@@ -41,7 +41,6 @@ def test_buffers_have_the_values_of_a_normally_built_and_of_a_loaded_model(
         assert set(own) == set(expected)
         for name, buffer in expected.items():
             assert own[name].dtype == buffer.dtype and torch.equal(own[name], buffer), name
-    assert decoder.buffer_nbytes == sum(b.nbytes for b in own.values())
 
 
 @FAMILY
@@ -262,4 +261,4 @@ def test_a_large_model_is_cut_without_allocating_it(size: str) -> None:
     assert torch.equal(torch.get_rng_state(), random_state)
     assert round(decoder.layout.numel / 1e9, 2) == {"8b": 8.03, "70b": 70.55}[size]
     assert all(p.is_meta for p in decoder._model.parameters())
-    assert decoder.buffer_nbytes < 4096
+    assert sum(b.nbytes for b in decoder._model.buffers()) < 4096

@@ -191,10 +191,6 @@ class CudaDevice:
         allowed = int(torch.cuda.get_per_process_memory_fraction(self.torch_device) * total)
         return min(free, allowed - held) + unused
 
-    def reserved_nbytes(self) -> int:
-        """Most memory that torch's allocator held at once, used or not."""
-        return torch.cuda.max_memory_reserved(self.torch_device)
-
     def measure(self, work: Callable[[], object]) -> Measured:
         """Once to warm up, which is when memory is looked at. Gives back what the allocator then holds unused."""
         where = self.torch_device

@@ -89,11 +89,6 @@ class Decoder:
         """The config the module really has: dropout 0, no cache, the attention implementation chosen."""
         return self._model.config
 
-    @property
-    def buffer_nbytes(self) -> int:
-        """Bytes of the model's buffers on the device."""
-        return sum(b.numel() * b.element_size() for b in self._model.buffers())
-
     def block_kind(self, index: int) -> str:
         """Of the block at `index` among the blocks: "full_attention" and the like, where the model tells them apart."""
         kinds = getattr(self._model.config, "layer_types", None)

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from slideformer.errors import BadInput
 from slideformer.model.liger import apply_liger_kernel
 
-KERNELS = ("auto", "triton", "torch", "liger")
 OPS = ("rms_norm", "residual", "rotary", "glu")
 
 

@@ -16,18 +16,18 @@ PAGE_LOCK_NBYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Bytes a second to the device, from it, and each way when both run at once. page_locked: of the host's memory."""
+    """Bytes a second to the device, from it, and each way when both run at once."""
 
     upload: float
     download: float
     both: float
-    page_locked: bool
 
 
 def link_speed(device: Device, nbytes: int = COPY_NBYTES) -> Link:
     """Copies of `nbytes` through two lanes, as training makes them. Ends its lanes with the device."""
     host = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(2)]
-    locked = all([device.page_lock(tensor) for tensor in host])
+    for tensor in host:
+        device.page_lock(tensor)
     there = [device.empty(nbytes, torch.uint8) for _ in range(2)]
     up, down = device.lane("upload", host=False), device.lane("download", host=False)
 
@@ -46,7 +46,7 @@ def link_speed(device: Device, nbytes: int = COPY_NBYTES) -> Link:
     def best(*lanes: bool) -> float:
         return nbytes / min(seconds(*lanes) for _ in range(TRIES))
 
-    return Link(best(True, False), best(False, True), best(True, True), locked and device.kind != "cpu")
+    return Link(best(True, False), best(False, True), best(True, True))
 
 
 def page_lock_rate(device: Device, nbytes: int = PAGE_LOCK_NBYTES) -> float | None:
