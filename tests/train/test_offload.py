@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from slideformer.errors import BadInput, RunFailed
+from slideformer.errors import BadInput, DoesNotFit, RunFailed
 from slideformer.memory import DiskFolder
 from slideformer.train import trainer
 from slideformer.train.console import PlainConsole
@@ -127,8 +131,70 @@ def test_plan_and_dry_run_say_what_lies_on_disk_and_what_a_step_moves(config_for
     assert {"first moments", "second moments", "residuals", "weights", "saved inputs"} <= set(found.budget.disk)
     assert "\ndisk  " in text and "a step reads" in text and "of the 0.001 TB that the disk is rated for" in text
     assert found.as_dict()["disk_writes"] == 4 * found.traffic[1] > 0
-    assert dry_run(config, PlainConsole(io.StringIO())).plan.text() == text
+    again = dry_run(config, PlainConsole(io.StringIO())).plan.text()
+    assert re.sub(r"[\d,]+ GiB are free", "", again) == re.sub(r"[\d,]+ GiB are free", "", text)
     assert not (tmp_path / "tier").exists()
+
+
+FROM_SHM = Path("/dev/shm") / f"slideformer-tests-{os.getpid()}"
+
+
+def test_a_plan_looks_at_the_disk_that_is_here_and_leaves_nothing_there(config_for, tmp_path) -> None:
+    found = plan_run(config_for(**RUN, **NVME, offload_dir=str(tmp_path / "tier")))
+    with DiskFolder(tmp_path / "real") as folder:
+        assert found.look.direct is folder.direct
+    assert found.look.nbytes == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.01)
+    assert re.search(r"\n[\d,]+ GiB are free at offload_dir", found.text())
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl"}
+    found = plan_run(config_for(**RUN, **NVME, offload_dir=str(FROM_SHM)))
+    assert found.look.direct is False and "no direct I/O" in found.text() and not FROM_SHM.exists()
+    assert plan_run(config_for(**RUN, offload_dir=str(tmp_path / "tier"))).look is None, "nothing would lie there"
+
+
+def refusals(config, *, here: bool = True) -> str:
+    """What a dry run says, and a plan too if the disk is here."""
+    with pytest.raises((BadInput, DoesNotFit)) as told:
+        dry_run(config, PlainConsole(io.StringIO()))
+    found = plan_run(config)
+    if here:
+        with pytest.raises(type(told.value), match=re.escape(str(told.value))):
+            found.require_fit(elsewhere=True)
+    else:
+        found.require_fit(elsewhere=True)
+    return f"{told.type.__name__}: {told.value}"
+
+
+def test_plan_and_dry_run_refuse_what_a_run_would(config_for, tmp_path, monkeypatch) -> None:
+    tier = tmp_path / "tier"
+    config = config_for(**RUN, **NVME, offload_dir=str(tier))
+    away = config_for(**RUN, **NVME, offload_dir=str(tmp_path / "not" / "mounted"))
+    assert refusals(away, here=False).startswith(
+        f"BadInput: offload_dir {tmp_path}/not/mounted cannot be made, there is"
+    )
+    assert "is not on this machine: its room is not known" in " ".join(plan_run(away).text().split())
+    with DiskFolder(tier) as folder:
+        folder.file("weight", [1 << 20])
+        assert refusals(config).startswith(f"BadInput: offload_dir {tier} is used by a run that is at work")
+        left = [*tier.iterdir()]
+    assert len(left) == 2
+    if (child := os.fork()) == 0:
+        DiskFolder(tier).file("weight", [1 << 20])
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert "of a run that was killed" in refusals(config)
+    again = config_for(**RUN, **NVME, offload_dir=str(tier), reuse_offload_dir=True)
+    free, usual = os.statvfs(tmp_path), os.statvfs
+    dry_run(again, PlainConsole(io.StringIO())).plan.require_fit()
+    assert sorted(path.name for path in tier.iterdir()) == ["slideformer.lock", "weight"], "only a run removes it"
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=free.f_frsize))
+    needs = plan_run(again).budget.disk_nbytes / 2**30
+    assert refusals(again).startswith(
+        f"DoesNotFit: {tier} needs {needs:.2f} GiB and 0.00 GiB are free there: free some"
+    )
+    monkeypatch.setattr(os, "statvfs", usual)
+    shutil.rmtree(tier)
+    tier.write_text("")
+    assert refusals(config) == f"BadInput: offload_dir {tier} is a file: choose a folder that is not there yet"
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 1])

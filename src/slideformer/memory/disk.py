@@ -46,6 +46,14 @@ def free_nbytes(path: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
+def no_room(path: Path, nbytes: int, free: int) -> DoesNotFit:
+    """nbytes: needed. free: that there are."""
+    return DoesNotFit(
+        f"{path} needs {nbytes / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free there: free some, choose another "
+        "offload_dir, or keep more in host memory"
+    )
+
+
 def heeding_signals(work: Callable[[], int]) -> int:
     """What `work` returns. Python hears signals in the main thread alone, and not while that is in the native library:
     so it waits there for a thread that does the work, and that is left behind if a signal ends the wait."""
@@ -266,10 +274,7 @@ class DiskFile:
                 raise
 
     def _does_not_fit(self, free: int) -> DoesNotFit:
-        return DoesNotFit(
-            f"{self.path} needs {self.nbytes / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free there: free some, "
-            "choose another offload_dir, or keep more in host memory"
-        )
+        return no_room(self.path, self.nbytes, free)
 
     def write(self, extent: int, source: torch.Tensor) -> None:
         """Replace the data of an extent. source: 1-D, any dtype, host, no longer than the extent; must not change

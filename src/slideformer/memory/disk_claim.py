@@ -137,12 +137,16 @@ def make(path: Path) -> bool:
         return True
     except FileExistsError:
         if not path.is_dir():
-            raise BadInput(f"offload_dir {path} is a file: choose a folder that is not there yet") from None
+            raise BadInput(is_a_file(path)) from None
         return False
     except FileNotFoundError:
         raise BadInput(no_parent(path)) from None
     except OSError as error:
         raise BadInput(f"offload_dir {path} cannot be made: {error.strerror}: choose another") from None
+
+
+def is_a_file(path: Path) -> str:
+    return f"offload_dir {path} is a file: choose a folder that is not there yet"
 
 
 def no_parent(path: Path) -> str:

@@ -36,11 +36,13 @@ class Whose(Enum):
 
 
 class Found(NamedTuple):
-    """sentence: why another run cannot have the folder, and what to do. nbytes: on the disk, of the claim's files."""
+    """sentence: why another run cannot have the folder, and what to do. nbytes: on the disk, of the claim's files.
+    goes: with reuse_offload_dir a run removes it."""
 
     whose: Whose
     sentence: str
     nbytes: int = 0
+    goes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,4 +179,4 @@ def _left(path: Path, names: list[str], claimed: Claimed) -> Found:
         f"goes on from them (a checkpoint has its own): remove them with `{shlex.join(command)}`, {instead}or choose "
         "another"
     )
-    return Found(Whose.LEFT, sentence, nbytes)
+    return Found(Whose.LEFT, sentence, nbytes, is_told)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -13,7 +14,10 @@ from slideformer.engine.costs import ASSUMED, Costs, Rates, assumed, cost_of, di
 from slideformer.engine.fit import Budgets, host_room
 from slideformer.engine.placement import Room, place, placed
 from slideformer.engine.settle import budgets_of, saved_beside, with_disk
+from slideformer.errors import BadInput
 from slideformer.memory import Budget, size
+from slideformer.memory.disk import no_room
+from slideformer.memory.disk_look import DiskLook, look_at
 from slideformer.model.decoder import Decoder
 from slideformer.schedule import Timeline, build_step, prove, simulate
 from slideformer.schedule.collector import collector_put_off
@@ -28,7 +32,7 @@ WIDTH = 64  # of the picture, so that its lines fit in 80 columns
 @dataclass(frozen=True)
 class RunPlan:
     """A planned and proven run. timeline: of JOINED_RUNS full batches at `rates`. traffic: bytes of a step from disk
-    and to it."""
+    and to it. look: at the disk that they are of; None where nothing lies on one."""
 
     config: TrainConfig
     device_kind: str
@@ -39,6 +43,7 @@ class RunPlan:
     costs: Costs | None
     timeline: Timeline
     traffic: tuple[int, int]
+    look: DiskLook | None
 
     @property
     def step_s(self) -> float:
@@ -51,8 +56,9 @@ class RunPlan:
         return self.config.rows_per_step * self.config.max_length
 
     def require_fit(self, *, elsewhere: bool = False) -> None:
-        """Raise DoesNotFit if it needs more than there is or may be used. elsewhere: max_host_memory is that of another
-        machine, so what this one has does not count."""
+        """Raise DoesNotFit if it needs more than there is or may be used, on the disk too, and BadInput where a run
+        could not have its folder there. elsewhere: max_host_memory is that of another machine, so what this one has
+        does not count, nor does it that a disk is not here."""
         decoder = self.decoder
         require_fit(
             decoder.layout,
@@ -64,6 +70,13 @@ class RunPlan:
             found=self.budget,
             elsewhere=elsewhere and self.options.max_host_memory is not None,
         )
+        look = self.look
+        if look is None or (elsewhere and not look.here):
+            return
+        if look.refusal is not None:
+            raise BadInput(look.refusal)
+        if self.budget.disk_nbytes > look.nbytes:
+            raise no_room(look.path, self.budget.disk_nbytes, look.nbytes)
 
     def as_dict(self) -> dict[str, object]:
         """For --json. Bytes and seconds."""
@@ -83,6 +96,8 @@ class RunPlan:
             "host": self.budget.host,
             "disk_nbytes": self.budget.disk_nbytes,
             "disk": self.budget.disk,
+            "disk_free_nbytes": self.look.nbytes if self.look is not None and self.look.here else None,
+            "disk_direct": None if self.look is None else self.look.direct,
             "disk_reads_per_step": self.traffic[0],
             "disk_writes_per_step": self.traffic[1],
             "disk_writes": self._writes()[1],
@@ -136,7 +151,14 @@ class RunPlan:
         told = "" if share is None else f", {share:.2%} of the {self.config.disk_tbw:g} TB that the disk is rated for"
         text = f"a step reads {read:.3g} GB from disk and writes {out:.3g} GB; {steps:,} steps write "
         text += f"{(written or 0) / 1e12:.3g} TB{told}"
-        return [*lines, *textwrap.wrap(text, TEXT_WIDTH)]
+        return [*lines, *textwrap.wrap(text, TEXT_WIDTH), *textwrap.wrap(self._looked(), TEXT_WIDTH)]
+
+    def _looked(self) -> str:
+        look = self.look
+        if look is None or not look.here:
+            return f"offload_dir {self.config.offload_dir} is not on this machine: its room is not known"
+        way = {True: ", with direct I/O", False: "; no direct I/O: takes page cache too", None: ""}[look.direct]
+        return f"{look.nbytes / 2**30:,.0f} GiB are free at offload_dir {look.path}{way}"
 
     def text(self) -> str:
         """For people, within 80 columns."""
@@ -217,7 +239,10 @@ def plan_run(
     prove(plan, decoder.layout, step_options)
     timeline = simulate(plan, cost_of(decoder.layout, shape, costs), runs=JOINED_RUNS)
     traffic = disk_traffic(plan, decoder.layout, shape)
-    return RunPlan(config, kind, decoder, options, budgets.of(options), rates, beside, timeline, traffic)
+    found, look = budgets.of(options), None
+    if found.disk and config.offload_dir is not None:
+        look = look_at(Path(config.offload_dir), reuse=config.reuse_offload_dir)
+    return RunPlan(config, kind, decoder, options, found, rates, beside, timeline, traffic, look)
 
 
 def _settled(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str, budgets: Budgets) -> EngineOptions:
