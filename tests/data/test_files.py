@@ -196,6 +196,27 @@ def test_a_folder_with_splits_gives_train_unless_another_is_asked_for(tmp_path) 
         names_of("holdout")
 
 
+@pytest.mark.parametrize("split", [None, "train"])
+def test_a_link_out_of_a_data_folder_is_not_followed_and_the_hubs_cache_is(tmp_path, split) -> None:
+    (tmp_path / "mine.txt").write_text("secret")
+    folder = tmp_path / "from elsewhere"
+    folder.mkdir()
+    name = "rows.txt" if split is None else "train.txt"
+    (folder / name).symlink_to(tmp_path / "mine.txt")
+    with pytest.raises(BadInput, match=f"{name} leads out of its folder, to .*mine.txt: put the file itself there"):
+        files_of(folder, split)
+    (folder / name).unlink()
+    (folder / "a.txt").write_text("x")
+    (folder / name).symlink_to(folder / "a.txt")
+    assert folder / name in files_of(folder, split)[0]
+    snapshot = tmp_path / "datasets--a--b/snapshots/0123"
+    (snapshot / "data").mkdir(parents=True)
+    (tmp_path / "datasets--a--b/blobs").mkdir()
+    (tmp_path / "datasets--a--b/blobs/77").write_text("x")
+    (snapshot / "data/train.txt").symlink_to("../../../blobs/77")
+    assert files_of(snapshot, split)[0] == [snapshot / "data/train.txt"]
+
+
 def test_a_folder_without_rows_is_refused(tmp_path) -> None:
     (tmp_path / "README.md").write_text("x")
     with pytest.raises(BadInput, match="has no file of rows; accepted are .jsonl"):

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -63,7 +63,8 @@ def files_of(folder: Path, split: str | None) -> tuple[list[Path], list[Path]]:
     """The files of a folder that have rows, in the order of their names, and the others. Hidden ones are neither.
 
     Where names say which split a file belongs to (train.jsonl, data/test-00000.parquet), only those of `split` count,
-    or of train if there is none. Raises BadInput: no file of rows, or none of that split.
+    or of train if there is none. Raises BadInput: no file of rows, or none of that split, or one that is a link out of
+    the folder: one from elsewhere could have a model learn this machine's own files.
     """
     every = sorted(path for path in folder.rglob("*") if path.is_file() and not _hidden(path.relative_to(folder)))
     usable = [path for path in every if suffix_of(path) in (*READERS, PARQUET) and path.name not in ABOUT_DATA]
@@ -72,13 +73,24 @@ def files_of(folder: Path, split: str | None) -> tuple[list[Path], list[Path]]:
     splits = {path: split_of(path.relative_to(folder)) for path in usable}
     named = sorted({found for found in splits.values() if found})
     if split is None and not named:
+        require_inside(folder, usable)
         return usable, [path for path in every if path not in usable]
     wanted = SPLITS.get(split or "train", split or "train")
     chosen = [path for path in usable if splits[path] == wanted]
     if not chosen:
         found = f"its files are of the splits {', '.join(named)}" if named else "the names of its files say no split"
         raise BadInput(f"the data folder {folder} has nothing of the split {wanted}: {found}: set split of the dataset")
+    require_inside(folder, chosen)
     return chosen, [path for path in every if path not in chosen]
+
+
+def require_inside(folder: Path, paths: Iterable[Path]) -> None:
+    """Raise BadInput for one that is a link to a place outside of the folder. The hub's cache links into itself."""
+    home = folder.resolve()
+    allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    for path in paths:
+        if not any(path.resolve().is_relative_to(place) for place in allowed):
+            raise BadInput(f"{path} leads out of its folder, to {path.resolve()}: put the file itself there")
 
 
 def suffix_of(path: Path) -> str:

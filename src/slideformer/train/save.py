@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
+from slideformer.data.files import require_inside
 from slideformer.engine import Engine
-from slideformer.errors import BadInput, RunFailed
+from slideformer.errors import RunFailed
 from slideformer.model import files, weights
 from slideformer.model.decoder import Decoder
 from slideformer.model.folder import read_generation_config, save_model
@@ -102,14 +103,10 @@ def companions(source: Path) -> list[Path]:
     """What a model folder has beside its weights and configs that a copy needs: tokenizer files and chat templates.
 
     Raises BadInput for one that is a link to a place outside of the folder: a folder from elsewhere could have this
-    machine's own files copied into a model that is then given away. The hub's cache links into itself.
+    machine's own files copied into a model that is then given away.
     """
     found = list(_companions(source))
-    home = source.resolve()
-    allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    for path in found:
-        if not any(path.resolve().is_relative_to(folder) for folder in allowed):
-            raise BadInput(f"{path} leads out of its folder, to {path.resolve()}: put the file itself there")
+    require_inside(source, found)
     return found
 
 
