@@ -117,6 +117,9 @@ def _rate(line: Line) -> str:
         what = f"{line['bench']} {line['case']}, {line['shape']}, {line['batch']} x {line['seq']}"
         limit = f", {line['gpu_limit_gib']:g} GiB" if line["gpu_limit_gib"] else ""
         return f"{what}{limit}: {line['step_s']['median']:.4g} s"
+    if line["bench"] == "host_memory":
+        falls = f"{line['planned_fall_gib']} GiB less planned, {line['resident_fall_gib']} measured"
+        return f"host memory, {line['case']}, {line['shape']}: {line['resident_gib']} GiB, {falls}"
     if line["bench"] == "generate":
         share = f"{line['ratio']} of prompts x {line['link_gbps']} GB/s / bytes of the weights"
         shown = f"{line['case']}, {line['shape']}, {line['batch']} prompts of {line['seq']} tokens"

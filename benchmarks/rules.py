@@ -24,6 +24,8 @@ KEYS = {
     "sweep": [*BASE_KEYS, *"gpu_limit_gib steps step_s predicted_step_s plan_gib gpu_peak_gib placed options".split()],
     "product": [*BASE_KEYS, *"gpu_limit_gib steps step_s tokens_per_second engine_tokens_per_second".split()],
     "disk": [*BASE_KEYS, *"gpu_limit_gib steps step_s gbps block_mib".split()],
+    "host_memory": [*BASE_KEYS, *"steps step_s falls_from planned_gib resident_gib host_peak_gib disk_gib".split()]
+    + "planned_fall_gib resident_fall_gib peak_fall_gib".split(),
     "reach": [*BASE_KEYS, *"gpu_limit_gib over largest refused why_not params tries num_layers".split()],
     "generate": [*BASE_KEYS, *"gpu_limit_gib steps step_s tokens_per_second ratio streamed_ratio link_gbps".split()]
     + "gpu_peak_gib host_peak_gib pinned_gib busy params params_streamed new_tokens".split(),

@@ -14,6 +14,8 @@ BOTH_BOUNDS = {("llama-3.1-8b", 16, 1024): 1.15, ("qwen3-8b", 1, 1024): 1.3}
 PLANNED_OVER, PLANNED_GIB = 1.05, 1.0
 """Of a tier of which at least so much is planned: Python and libraries take some of the host whatever is planned.
 host_before_gib is null where an engine was not the first of its process: then nobody knows what it took there."""
+FALL_SHARE, FALL_GIB = 0.02, 0.25
+"""How far the fall of host memory may be from the plan's."""
 WATCHED_STEPS = 20
 """A run of so many shows whether anything grows."""
 RSS_MIB = 16.0
@@ -50,6 +52,7 @@ def targets(lines: Sequence[Line]) -> Iterator[Target]:
     if best is not None:
         yield Target("native update, share of the stream loop's rate", best["gbps"] / best["stream_gbps"], 0.9, True)
         yield Target("native update, Gparam/s", best["gparam_per_s"], 3.9, True)
+    yield from _falls([line for line in lines if line["bench"] == "host_memory"])
     first = next(iter(steps.values()), None)
     if first is None:
         return
@@ -77,6 +80,16 @@ def targets(lines: Sequence[Line]) -> Iterator[Target]:
     yield from _ratio(steps, "ours-auto:eager", "stock-resident", 0.88)
     for name in _clipped(steps):
         yield from _ratio(steps, name, "ours-streamed:eager", 1.03)
+
+
+def _falls(lines: Sequence[Line]) -> Iterator[Target]:
+    """What is on disk is not on the host, by as much as was planned."""
+    for line in lines:
+        if line["case"] != line["falls_from"]:
+            planned = line["planned_fall_gib"]
+            off = max(abs(line[f"{found}_fall_gib"] - planned) for found in ("resident", "peak"))
+            text = f"host memory, {line['case']}: what its fall is off the plan's over 2% + 256 MiB"
+            yield Target(text, off / (FALL_SHARE * planned + FALL_GIB), 1.0)
 
 
 def _ratio(steps: dict[str, Line], name: str, base: str, bound: float) -> Iterator[Target]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import disk
+import host_memory
 import link
 import optimizer
 import pool
@@ -22,6 +23,7 @@ import sweep
 from report import report, sift
 from rules import name_of
 from slideformer.memory import Arena
+from targets import targets
 
 STEP = Path(__file__).parents[2] / "benchmarks" / "step.py"
 
@@ -64,6 +66,31 @@ def test_disk_measures_the_store_beside_a_loop_and_leaves_nothing(monkeypatch, t
         best = max(rates[f"loop-{kind}"], rates.get(f"threads-{kind}", 0))
         assert line["ratio"] == pytest.approx(rates[line["case"]] / best, rel=0.01, abs=0.01)
     assert list((tmp_path / "d").iterdir()) == []
+
+
+def test_host_memory_is_measured_in_processes_of_their_own_and_falls_from_the_run_without(monkeypatch, tmp_path):
+    (tmp_path / "d").mkdir()
+    sizes = "--shape tiny --num-layers 2 --seq 16 --steps 1 --device cpu --cpu-threads 1 --tile-numel 4096".split()
+    out, words = tmp_path / "h.jsonl", ("--shares", "0.5", "--folder", str(tmp_path / "d"), *sizes)
+    lines = called(monkeypatch, host_memory, out, *words)
+    cases = ("optimizer=0,weights=0", "optimizer=0.5,weights=0", "optimizer=1,weights=0", "optimizer=1,weights=0.5")
+    assert [(line["case"], line["falls_from"]) for line in lines] == [
+        *((case, cases[0]) for case in cases[:3]), (cases[3], cases[2]),
+    ]  # fmt: skip
+    by_case = dict(zip(cases, lines, strict=True))
+    for line in lines:
+        for found in ("planned", "resident"):
+            fall = by_case[line["falls_from"]][f"{found}_gib"] - line[f"{found}_gib"]
+            assert line[f"{found}_fall_gib"] == pytest.approx(fall, abs=0.0011)
+        assert (line["disk_gib"] > 0) == (line["case"] != cases[0])
+    assert list((tmp_path / "d").iterdir()) == []
+
+
+def test_a_fall_of_host_memory_that_is_not_the_planned_one_is_told():
+    line = {"bench": "host_memory", "case": "a", "falls_from": "b", "planned_fall_gib": 10.0, "peak_fall_gib": 10.3}
+    told = [list(targets([{**line, "resident_fall_gib": measured}])) for measured in (10.44, 9.56, 10.46, 9.54)]
+    assert [[target.met for target in each] for each in told] == [[True], [True], [False], [False]]
+    assert list(targets([{**line, "resident_fall_gib": 0.0, "falls_from": "a"}])) == []
 
 
 def test_the_loop_of_disk_reads_back_what_it_wrote(tmp_path):
