@@ -267,6 +267,23 @@ def test_a_signal_ends_the_run_after_its_step_and_saves_nothing(config_for, monk
     assert not (Path(config.output_dir) / "model.safetensors").exists()
 
 
+def test_a_signal_while_weights_are_read_comes_before_the_first_step(config_for, tmp_path, monkeypatch) -> None:
+    write = trainer.Engine.write
+
+    def signalled(self, *args) -> None:
+        if not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+        write(self, *args)
+
+    sent: list[None] = []
+    monkeypatch.setattr(trainer.Engine, "write", signalled)
+    with pytest.raises(Stopped, match="stopped by SIGTERM before the first step: nothing was saved"):
+        run(config_for(max_steps=9, save_steps=2))
+    assert not list(tmp_path.glob("out/*checkpoint*")) and not (tmp_path / "out/model.safetensors").exists()
+    monkeypatch.setattr(trainer.Engine, "write", write)
+    assert run(config_for(max_steps=2, save_steps=2, resume_from_checkpoint="auto"))[-1]["global_step"] == 2
+
+
 def test_a_second_signal_ends_the_run_at_once(config_for, monkeypatch) -> None:
     def impatient_finish(self, step):
         os.kill(os.getpid(), signal.SIGINT)
