@@ -17,7 +17,7 @@ from slideformer.device.cpu import CpuDevice
 from slideformer.engine import Engine, EngineOptions, budget_of, require_fit
 from slideformer.errors import DoesNotFit
 from slideformer.memory import Budget, Limit, size
-from slideformer.memory.machine import host_limit, resident_nbytes
+from slideformer.memory.machine import available_nbytes, host_limit, resident_nbytes
 from slideformer.model.decoder import Decoder
 
 MIB = 2**20
@@ -329,3 +329,11 @@ def test_a_machine_without_proc_still_has_a_limit(tmp_path):
 
 def test_this_machine_has_a_limit_and_this_process_a_size():
     assert 2**28 < resident_nbytes() < host_limit().nbytes
+
+
+def test_available_memory_is_the_kernels_estimate(tmp_path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  1000 kB\nMemFree: 1 kB\nMemAvailable:     700 kB\n")
+    assert available_nbytes(tmp_path) == 700 * 1024
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  1000 kB\n")
+    assert available_nbytes(tmp_path) == 1000 * 1024

@@ -28,6 +28,7 @@ from slideformer.train import checkpoint, trainer
 from slideformer.train.checkpoint import Progress, Record
 from slideformer.train.console import PlainConsole
 from slideformer.train.saver import Saver
+from slideformer.train.snapshot import Snapshot
 from slideformer.train.trainer import train
 from train.toy import make_config
 
@@ -53,13 +54,29 @@ def slow(monkeypatch, seconds: float) -> None:
     monkeypatch.setattr(files, "Summing", Slow)
 
 
+def slow_copies(monkeypatch) -> list[int]:
+    """Copies to memory take a while too. Returns the units that are copied so."""
+    taken: list[int] = []
+    take = Snapshot.take
+
+    def slowly(snapshot, state):
+        time.sleep(0.01)
+        take(snapshot, state)
+        taken.append(snapshot._unit)
+
+    monkeypatch.setattr(Snapshot, "take", slowly)
+    return taken
+
+
 def unit_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("tied", [True, False])
-def test_units_are_copied_after_their_update_and_before_the_next(tmp_path, monkeypatch, options, tied) -> None:
+@pytest.mark.parametrize(
+    ("tied", "memory"), [(True, "what is spare"), (False, "none"), (False, "for two units"), (False, "what is spare")]
+)
+def test_units_are_copied_after_their_update_and_before_the_next(tmp_path, monkeypatch, options, tied, memory) -> None:
     def two_steps(engine) -> None:
         write_weights(engine.layout, engine)
         for seed in range(2):
@@ -83,16 +100,24 @@ def test_units_are_copied_after_their_update_and_before_the_next(tmp_path, monke
         undisturbed = three_more(engine)
     out = tmp_path / "out"
     out.mkdir()
-    config = make_config(tmp_path, tmp_path, out)
     with engine_on(decoder(), toy_options(**options)) as engine:
+        two = sum(sorted(Snapshot.nbytes_of(unit, engine.state) for unit in range(len(engine.layout.units)))[-2:])
+        nbytes = {"none": 0, "for two units": two, "what is spare": None}[memory]
+        config = make_config(tmp_path, tmp_path, out).model_copy(update={"save_memory": nbytes})
         two_steps(engine)
         slow(monkeypatch, 0.002)
+        taken = slow_copies(monkeypatch)
         with Saver(config, engine, PlainConsole(io.StringIO()), {}, {}).running() as saver:
             saver.save(done)
             assert not saver.is_done
             assert three_more(engine) == undisturbed
         assert unit_files(out / "checkpoint-2") == expected
         assert engine.held_s > 0
+        num_units = 0 if options.get("disk") else len(engine.layout.units)
+        few, most = {"none": (0, 0), "for two units": (2, num_units - 1), "what is spare": (num_units, num_units)}[
+            memory
+        ]
+        assert min(few, num_units) <= len(taken) <= most or not num_units and not taken
 
 
 @pytest.fixture
@@ -117,11 +142,11 @@ def run(config) -> str:
 @pytest.mark.usefixtures("_no_parity_check")
 def test_training_waits_for_the_copy_and_not_for_the_disk(config_for, tmp_path, monkeypatch) -> None:
     flush = files.flush
-    monkeypatch.setattr(files, "flush", lambda path: (time.sleep(0.1), flush(path)))
+    monkeypatch.setattr(files, "flush", lambda path: (time.sleep(0.25), flush(path)))
     behind = waited(run(config_for(max_steps=100, save_steps=60)))  # the second is at the end, which waits for it
     other = str(tmp_path / "other")
     before = waited(run(config_for(output_dir=other, save_in_background=False, max_steps=2, save_steps=1)))
-    assert [seconds > 0.8 for seconds, _ in behind + before] == [True] * 4
+    assert [seconds > 2 for seconds, _ in behind + before] == [True] * 4
     assert behind[0][1] <= 0.1 * behind[0][0]
     assert all(wait >= 0.9 * seconds for seconds, wait in before)
 

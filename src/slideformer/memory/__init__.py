@@ -5,7 +5,7 @@ from slideformer.memory.buffers import BatchShape, Cell, Held, Need, Tier, alloc
 from slideformer.memory.disk import DiskFault, DiskFile, DiskFolder, free_nbytes, padded
 from slideformer.memory.disk_rates import DiskRates, disk_rates
 from slideformer.memory.host import Arena
-from slideformer.memory.machine import host_limit, resident_nbytes
+from slideformer.memory.machine import available_nbytes, host_limit, resident_nbytes
 from slideformer.memory.state import Home, State, Twin, home_nbytes
 from slideformer.memory.stored import StoredTile
 
@@ -27,6 +27,7 @@ __all__ = [
     "Tier",
     "Twin",
     "allocate",
+    "available_nbytes",
     "budget",
     "disk_rates",
     "free_nbytes",

@@ -30,12 +30,24 @@ def resident_nbytes(root: Path = Path("/")) -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
+def available_nbytes(root: Path = Path("/")) -> int:
+    """What the machine could give to processes without swapping, by the kernel's own estimate; a container's limit
+    is not in it. The machine's memory where that cannot be known."""
+    found = _meminfo(root, "MemAvailable:")
+    return _total_nbytes(root) if found is None else found
+
+
 def _total_nbytes(root: Path) -> int:
+    found = _meminfo(root, "MemTotal:")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if found is None else found
+
+
+def _meminfo(root: Path, name: str) -> int | None:
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:"))
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
     except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return None
 
 
 def _cgroup_limits(root: Path) -> list[int]:

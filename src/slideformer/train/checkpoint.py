@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
@@ -26,10 +26,10 @@ from slideformer.memory import size
 from slideformer.memory.state import PlaneName, State
 from slideformer.model import files, tensorfile
 from slideformer.train.redact import redacted
+from slideformer.train.snapshot import PLANES, Snapshot
 
 FORMAT = 1
 TRAINER, MANIFEST = "trainer.json", "manifest.json"
-PLANES: tuple[PlaneName, ...] = get_args(PlaneName)
 
 
 class Damaged(Exception):  # noqa: N818 whoever looks for a checkpoint takes another
@@ -66,6 +66,7 @@ class Progress(_Frozen):
     judged: tuple[tuple[int, float], ...] = ()  # step and metric_for_best_model of each evaluation
     best_saved: int | None = None  # the step of the best of them that has a checkpoint
     callbacks: dict[str, JsonValue] = {}  # what callbacks want to find again
+    disk_writes: int = 0  # bytes, to the disk tier
 
 
 class Record(_Frozen):
@@ -127,7 +128,7 @@ class Draft:
     def nbytes(self) -> int:
         return sum(one.nbytes for one in self._sums.values())
 
-    def unit(self, index: int, state: State) -> None:
+    def unit(self, index: int, state: State | Snapshot) -> None:
         """Write a unit's file and sum it up. It may be on its way to the disk still when this returns."""
         with self.guarded():
             writer = _writer(_tensors(self._layout, index, state), self._layout)
@@ -175,7 +176,7 @@ def nbytes_of(layout: Layout, planes_nbytes: int) -> int:
     return planes_nbytes + 4 * 256 * num_params + 2**16
 
 
-def _tensors(layout: Layout, index: int, state: State) -> list[tensorfile.Writing]:
+def _tensors(layout: Layout, index: int, state: State | Snapshot) -> list[tensorfile.Writing]:
     return [
         tensorfile.Writing(one.name, one.dtype, one.param.shape, one.param.numel, one.reader(state, index))
         for one in _placed(layout, index, state)
@@ -192,11 +193,11 @@ class _Placed:
     param: Param
     offset: int
 
-    def reader(self, state: State, unit: int) -> Callable[[int, int], torch.Tensor]:
+    def reader(self, state: State | Snapshot, unit: int) -> Callable[[int, int], torch.Tensor]:
         return lambda start, stop: state.part(unit, self.plane, self.offset + start, self.offset + stop)
 
 
-def _placed(layout: Layout, index: int, state: State) -> Iterator[_Placed]:
+def _placed(layout: Layout, index: int, state: State | Snapshot) -> Iterator[_Placed]:
     """Every tensor of a unit's file. A frozen parameter has no moments, and under bf16 compute no residual."""
     unit = layout.units[index]
     for plane in PLANES:

@@ -1,15 +1,18 @@
 """Writes a run's checkpoints while the run goes on.
 
-Each unit is copied to its file between the update that the checkpoint is of and the next one, which waits for it
-(`Engine.hold`) if it comes too early. So no memory is taken but the page cache's, and training waits only as far as
-the disk is slower than that has room for. Flushing, the marker and the rotation come after the last unit.
+Each unit is copied between the update that the checkpoint is of and the next one, which waits for it (`Engine.hold`)
+if it comes too early: into host memory as far as that is spare (`save_memory`), so that training waits for a memory
+and not for a disk, and from there into its file; the others into their files at once. Flushing, the marker and the
+rotation come after the last unit. The threads that write are the last to be given a core.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -19,16 +22,27 @@ from slideformer.config import TrainConfig
 from slideformer.device import Mark
 from slideformer.device.lanes import Fault, ThreadLane
 from slideformer.engine import Engine
+from slideformer.errors import DoesNotFit
 from slideformer.native import available_cpus
 from slideformer.train import checkpoint
 from slideformer.train.checkpoint import Draft, Progress, Record, folder_name
 from slideformer.train.console import Console
 from slideformer.train.record import versions
 from slideformer.train.retention import rotate
+from slideformer.train.snapshot import Snapshot, spare_nbytes
 from slideformer.train.stop import AT_ONCE_S, Stopped, within
 
 MOST_LANES = 4
 """Files that are written and summed at once: a sum takes one core for about as long as a fast disk takes to write."""
+
+NICE = 10
+"""Of the threads that write: a sum that takes a core from an update makes the whole step wait."""
+
+
+class _WriteLane(ThreadLane):
+    def prepare(self) -> None:
+        with suppress(OSError, AttributeError):  # a system whose threads have no priority of their own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 class _Writing:
@@ -56,7 +70,7 @@ class Saver:
         self.config, self.engine, self.console, self.maths, self.bits = config, engine, console, maths, bits
         # Of their own, so that the failure of a step does not end the checkpoint before it.
         self._fault = Fault()
-        self._lanes: list[ThreadLane] = []
+        self._lanes: list[ThreadLane] = []  # the first copies to memory, the others write
         self._writing: _Writing | None = None
 
     def save(self, progress: Progress) -> None:
@@ -71,16 +85,36 @@ class Saver:
         record = Record(progress=progress, maths=self.maths, bits=self.bits, config=config, versions=dict(versions()))
         writing = _Writing(Draft(Path(self.config.output_dir), record, self.engine.layout), progress)
         writing.start_s, writing.held_before_s = start, self.engine.held_s
-        lanes = self._open_lanes()
-        for place, unit in enumerate(self.engine.update_order()):
-            mark = lanes[place % len(lanes)].run(partial(self._copy, writing, unit), f"unit {unit} of a checkpoint")
-            self.engine.hold(unit, mark)
-            lanes[0].wait(mark)
-        writing.end = lanes[0].run(partial(self._finish, writing), "the end of a checkpoint")
+        writing.end = self._queued(writing)
         self._writing = writing
         writing.waited_s = time.perf_counter() - start
         if not self.config.save_in_background:
             self.wait()
+
+    def _queued(self, writing: _Writing) -> Mark:
+        """Hand all of it to the lanes; the mark is that of its end."""
+        copies, *lanes = self._open_lanes()
+        snapshots = self._snapshots()
+        copied: dict[int, Mark] = {}
+        for unit, snapshot in snapshots.items():
+            work = partial(self._guarded, writing, partial(snapshot.take, self.engine.state))
+            copied[unit] = copies.run(work, f"unit {unit}'s copy")
+            self.engine.hold(unit, copied[unit])
+        written: list[Mark] = []
+        order = self.engine.update_order()
+        last = [unit for unit in order if unit in snapshots]  # nobody waits for these
+        for place, unit in enumerate([unit for unit in order if unit not in snapshots] + last):
+            lane = lanes[place % len(lanes)]
+            if unit in copied:
+                lane.wait(copied[unit])
+            source = snapshots.pop(unit, self.engine.state)  # whose memory goes with the last to know it
+            work = partial(self._guarded, writing, partial(writing.draft.unit, unit, source))
+            written.append(lane.run(work, f"unit {unit} of a checkpoint"))
+            if unit not in copied:
+                self.engine.hold(unit, written[-1])
+        for mark in written:
+            lanes[0].wait(mark)
+        return lanes[0].run(partial(self._finish, writing), "the end of a checkpoint")
 
     @property
     def is_done(self) -> bool:
@@ -107,14 +141,34 @@ class Saver:
         if not self._lanes:
             on_disk = self.engine.state.stored is not None  # where several would take each other's place in hand
             count = 1 if on_disk else max(1, min(MOST_LANES, available_cpus() // 4))
-            self._lanes = [ThreadLane(f"checkpoint-{index}", self._fault) for index in range(count)]
+            self._lanes = [ThreadLane("checkpoint-copies", self._fault)]
+            self._lanes += [_WriteLane(f"checkpoint-{index}", self._fault) for index in range(count)]
         return self._lanes
 
-    def _copy(self, writing: _Writing, unit: int) -> None:
-        """In a lane. The unit is held, so its state is that of the checkpoint's step."""
+    def _snapshots(self) -> dict[int, Snapshot]:
+        """By unit, those that will be updated first, as far as there is memory. State in files stays there."""
+        state = self.engine.state
+        if not self.config.save_in_background or state.stored is not None:
+            return {}
+        left = spare_nbytes()
+        if self.config.max_host_memory is not None:
+            left = min(left, self.config.max_host_memory - self.engine.budget.host_nbytes)
+        if self.config.save_memory is not None:
+            left = min(left, self.config.save_memory)
+        found: dict[int, Snapshot] = {}
+        for unit in self.engine.update_order():
+            left -= Snapshot.nbytes_of(unit, state)
+            if left < 0:
+                break
+            with suppress(DoesNotFit):
+                found[unit] = Snapshot(self.engine.layout, unit, state)
+        return found
+
+    def _guarded(self, writing: _Writing, work: Callable[[], object]) -> None:
+        """In a lane. The unit is held, or is a copy, so its state is that of the checkpoint's step."""
         if writing.failure is None:
             try:
-                writing.draft.unit(unit, self.engine.state)
+                work()
             except BaseException as failure:  # raised in the caller, by `wait`
                 writing.failure = failure
 

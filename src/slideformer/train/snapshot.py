@@ -1,0 +1,52 @@
+"""Copies of units' state in host memory, from which a checkpoint is written while training changes the state itself."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+
+from slideformer.layout import Layout
+from slideformer.memory import available_nbytes, host_limit, resident_nbytes
+from slideformer.memory.host import Arena, arena_nbytes
+from slideformer.memory.state import PlaneName, State
+
+PLANES: tuple[PlaneName, ...] = get_args(PlaneName)
+LEFT_SHARE = 0.05
+"""Of the machine's memory: what is left for others when a snapshot takes what is spare."""
+
+
+def spare_nbytes() -> int:
+    """Host memory that neither this process nor any other uses, less a margin; page cache counts as unused."""
+    limit = host_limit().nbytes
+    return max(min(limit - resident_nbytes(), available_nbytes()) - int(LEFT_SHARE * limit), 0)
+
+
+class Snapshot:
+    """One unit's state as it was in `take`; `part` and `extent` as `State` has them. Takes memory from then on."""
+
+    def __init__(self, layout: Layout, unit: int, state: State) -> None:
+        """Raises DoesNotFit when the kernel refuses the address space. Touches nothing yet."""
+        self._unit, self._piece_numel = unit, layout.tile_numel
+        extents = {plane: state.extent(unit, plane) for plane in PLANES}
+        arena = Arena.of(extents.values(), "a checkpoint's copy")
+        self._planes = {plane: arena.take(*extent) for plane, extent in extents.items()}
+
+    @staticmethod
+    def nbytes_of(unit: int, state: State) -> int:
+        return arena_nbytes(state.extent(unit, plane) for plane in PLANES)
+
+    def take(self, state: State) -> None:
+        """Copy. The unit's state must not change meanwhile."""
+        for plane, tensor in self._planes.items():
+            for start in range(0, tensor.numel(), self._piece_numel):  # of what is on a device, `part` makes a copy
+                stop = min(start + self._piece_numel, tensor.numel())
+                tensor[start:stop].copy_(state.part(self._unit, plane, start, stop))
+
+    def extent(self, unit: int, plane: PlaneName) -> tuple[int, torch.dtype]:
+        assert unit == self._unit, f"a copy of unit {self._unit}, not of {unit}"
+        return self._planes[plane].numel(), self._planes[plane].dtype
+
+    def part(self, unit: int, plane: PlaneName, start: int, stop: int) -> torch.Tensor:
+        assert unit == self._unit, f"a copy of unit {self._unit}, not of {unit}"
+        return self._planes[plane][start:stop]
