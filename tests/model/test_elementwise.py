@@ -65,9 +65,13 @@ def test_auto_takes_the_models_own_code_on_a_cpu():
 def test_triton_is_refused_where_it_cannot_be_had(monkeypatch):
     with pytest.raises(BadInput, match="training is on cpu, and they run on a GPU: use kernels: auto"):
         build("llama", "triton")
+
+
+@pytest.mark.parametrize("kernels", ["auto", "triton", "torch"])
+def test_a_gpu_without_triton_is_refused_before_anything_runs(monkeypatch, kernels):
     monkeypatch.setattr(elementwise.util, "find_spec", lambda name: None)
-    with pytest.raises(BadInput, match="triton is not installed: install torch for a GPU, or use kernels: auto"):
-        build("llama", "triton")
+    with pytest.raises(BadInput, match="triton is not installed, and the loss is computed with it on a GPU: pip"):
+        elementwise.apply_kernels(torch.nn.Module(), kernels, torch.device("cuda"))
 
 
 def test_an_op_that_does_not_exist_cannot_be_left_out():

@@ -100,8 +100,11 @@ def apply_kernels(
     kernels: auto (Triton's where there is a GPU and they can be had, else the model's own), triton (or an error), torch
     (the model's own), liger (the liger-kernel package). without: ops of `OPS` that keep the model's own code, for
     measurements. Returns op -> implementation, for all ops that the family has a kernel for.
-    Raises BadInput: triton or liger cannot be had here, or does not know the family or something in it.
+    Raises BadInput: triton or liger cannot be had here, or does not know the family or something in it; a GPU without
+    Triton, since the loss is computed with it there whatever the blocks run.
     """
+    if device.type == "cuda" and util.find_spec("triton") is None:
+        raise BadInput("triton is not installed, and the loss is computed with it on a GPU: pip install triton")
     if unknown := {*without} - {*OPS}:
         raise ValueError(f"there is no kernel {', '.join(sorted(unknown))} to leave out, only {', '.join(OPS)}")
     family = model.config.model_type
@@ -137,8 +140,6 @@ def _refuse(family: str, form: Form, device: torch.device) -> None:
         raise BadInput(
             f"kernels: triton, but there are no kernels for the blocks of {family}, only for {known}: use kernels: auto"
         )
-    if util.find_spec("triton") is None:
-        raise BadInput("kernels: triton, but triton is not installed: install torch for a GPU, or use kernels: auto")
     if not triton_runs(device):
         raise BadInput(f"kernels: triton, but training is on {device.type}, and they run on a GPU: use kernels: auto")
 
