@@ -168,6 +168,7 @@ ELSEWHERE = {  # tried where they are made
     "of a run that kept its files": "memory/disk_found.py",
     "is used by a run that is at work": "memory/disk_found.py",
     "is not what this run wrote": "memory/disk.py",
+    "earlier starts of this run have written": "train/disk_use.py",
     "GPUDirect Storage needs kvikio": "memory/disk_gds.py",
     "GPUDirect Storage is emulated here": "memory/disk.py",
     "an answer without an end token": "data/encode.py",

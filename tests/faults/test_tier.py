@@ -4,6 +4,7 @@ was saved before can be gone on from."""
 from __future__ import annotations
 
 import errno
+import json
 import re
 import signal
 import time
@@ -39,6 +40,12 @@ FLIP = "old = file.read(); file.seek(0); file.write(bytes(b ^ 1 for b in old)); 
 
 def complete(folder: Path) -> list[str]:
     return [path.name for _, path in retention.numbered(folder) if checkpoint.is_complete(path)]
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    """Of steps."""
+    lines = map(json.loads, (folder / "out" / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "loss" in line]
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +123,12 @@ def test_a_killed_run_that_is_started_again_as_it_was_goes_on_to_the_same_bits(
         child.send(signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL
         assert {"weight", "exp_avg", "saved"} <= {path.name for path in (folder / "tier").iterdir()}
+    killed = metrics_of(folder)
     last = server.start(folder, "train", "train.yaml", log="last.txt")
     assert last.wait() == 0
+    written = [line["nvme_written_gb"] for line in metrics_of(folder)]
+    assert written[-1] > max(line["nvme_written_gb"] for line in killed) > 0, "counted over all starts"
+    assert sorted(written) == written and len(written) == 6
     assert "offload_dir tier is taken over: " in (folder / "last.txt").read_text()
     ended = {file.name: file.read_bytes() for file in (folder / "out" / "checkpoint-6").glob("*.safetensors")}
     assert ended == unbroken

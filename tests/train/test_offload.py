@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from slideformer.errors import BadInput, DoesNotFit, RunFailed
-from slideformer.memory import DiskFolder
+from slideformer.memory import DiskFolder, size
 from slideformer.train import trainer
 from slideformer.train.console import PlainConsole
 from slideformer.train.only import dry_run
@@ -113,6 +113,60 @@ def test_a_run_that_would_pass_max_disk_writes_stops_with_a_checkpoint_and_goes_
     whole = config_for(output_dir=str(tmp_path / "whole"), **RUN)
     run(whole)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_max_disk_writes_counts_what_earlier_starts_of_the_run_have_written(config_for, tmp_path, monkeypatch) -> None:
+    """Also what was written after the last checkpoint, and by starts that had no room for a step."""
+    written: list[int] = []
+    close = DiskFolder.close
+
+    def noted(self: DiskFolder, **how: bool) -> None:
+        close(self, **how)
+        written.append(self.writes.nbytes)
+
+    monkeypatch.setattr(DiskFolder, "close", noted)
+    every = {**RUN, **NVME, "offload_dir": str(tmp_path / "tier"), "save_steps": 2, "resume_from_checkpoint": "auto"}
+    limit = 4 * plan_run(config_for(**every)).traffic[1]
+    with pytest.raises(
+        RunFailed, match="after step [23] of 4: .* written to offload_dir, and further steps would pass"
+    ):
+        run(config_for(**every, max_disk_writes=limit))
+    told = ""
+    for _ in range(9):
+        with pytest.raises((RunFailed, BadInput)) as error:
+            run(config_for(**every, max_disk_writes=limit))
+        told = str(error.value)
+        if error.type is BadInput:
+            break
+        assert re.search(
+            r"after step [23] of 4: .*, \S+ MiB of it by earlier starts, and further steps would pass", told
+        )
+    assert re.fullmatch(
+        r"earlier starts of this run have written \S+ MiB to offload_dir, and max_disk_writes is \S+ MiB: set a larger "
+        "limit",
+        told,
+    )
+    assert sum(written) >= limit
+    out = run(config_for(**every, max_disk_writes=10 * limit))
+    assert re.search(r"on disk in \S+: .* steps write \S+ TB, after \S+ TB by earlier starts", out)
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert record["disk_writes"] == sum(written)
+    assert lines_of(config_for())[-1]["nvme_written_gb"] <= sum(written) / 1e9
+    anew = {**every, "resume_from_checkpoint": False, "output_dir": str(tmp_path / "anew"), "max_steps": 1}
+    run(config_for(**anew))
+    assert json.loads((tmp_path / "anew" / "run.json").read_text())["disk_writes"] == written[-1]
+
+
+def test_a_run_says_at_its_start_what_lies_on_disk_and_what_it_will_write(config_for, tmp_path) -> None:
+    config = config_for(**RUN, **NVME, offload_dir=str(tmp_path / "tier"))
+    found = plan_run(config)
+    (told,) = (line for line in run(config).splitlines() if line.startswith("on disk in "))
+    read, written = (nbytes / 1e9 for nbytes in found.traffic)
+    assert told.startswith(f"on disk in {tmp_path}/tier: {size(found.budget.disk_nbytes)} (")
+    assert all(f"{term} {size(nbytes)}" in told for term, nbytes in found.budget.disk.items())
+    moved = f"a step reads {read:.3g} GB and writes {written:.3g} GB, 4 steps write {4 * written / 1e3:.3g} TB"
+    assert told.endswith(f"); {moved}")
+    assert "on disk in" not in run(config_for(output_dir=str(tmp_path / "memory"), **RUN))
 
 
 def test_a_limit_that_loading_alone_reaches_stops_the_run_before_its_first_step(config_for, tmp_path) -> None:

@@ -43,7 +43,7 @@ class Engine:
     plan: of a full training step. options: as given, with what was "auto" decided; step_options: what the plans were
     built with. budget: bytes by term and tier, on CUDA with an estimate of working memory. costs, predicted_step_s:
     what was measured at the start and the step time that it promises; None on the CPU. folder: of what is on disk;
-    disk_writes_per_step: bytes, of a full step.
+    disk_reads_per_step, disk_writes_per_step: bytes, of a full step.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class Engine:
             self.step_options = options.step_options(self.layout, decoder.dtype)
             self._plans: dict[tuple[bool, int], Plan] = {}
             self.plan = self._plan(trains=True, micro_batches=options.micro_batches)
-            self.disk_writes_per_step = disk_traffic(self.plan, self.layout, self._shape)[1]
+            per_step = disk_traffic(self.plan, self.layout, self._shape)
+            self.disk_reads_per_step, self.disk_writes_per_step = per_step
             if self.costs is not None:
                 self.predicted_step_s = predicted_s(self.plan, self.layout, self._shape, self.costs)
             self.state = State(

@@ -1,38 +1,84 @@
-"""What a run moves between disk and host: its metrics, and the limit that max_disk_writes sets."""
+"""What a run moves between disk and host: its metrics, and the limit that max_disk_writes sets, over all its starts."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
+from slideformer.config import TrainConfig
 from slideformer.engine import Engine
+from slideformer.errors import BadInput
 from slideformer.memory import size
+from slideformer.train.metrics import METRICS
+from slideformer.train.record import DISK_WRITES
+from slideformer.train.record import FILE as RUN
 
 STEPS_AT_WORK = 2
 """Steps that may be submitted and not done: their writes are still to come."""
 
+WRITTEN = "nvme_written_gb"
+"""The metric that a later start finds again: of all starts so far."""
+
 
 class DiskUse:
-    def __init__(self, engine: Engine, max_writes: int | None) -> None:
-        self._engine, self._max_writes = engine, max_writes
+    def __init__(self, engine: Engine, max_writes: int | None, *, before: int = 0) -> None:
+        """before: bytes that earlier starts of the run have written."""
+        self._engine, self._max_writes, self._before = engine, max_writes, before
         self._seen, self._since = engine.disk_traffic, time.perf_counter()
 
+    @property
+    def written(self) -> int:
+        """Bytes, of all starts."""
+        return self._before + self._engine.disk_traffic[1]
+
     def metrics(self) -> dict[str, float]:
-        """GB/s since the last call; nothing where nothing is on disk."""
+        """GB/s since the last call, and GB so far; nothing where nothing is on disk."""
         if self._engine.folder is None:
             return {}
         now, at = self._engine.disk_traffic, time.perf_counter()
         read, written = ((b - a) / (at - self._since) / 1e9 for a, b in zip(self._seen, now, strict=True))
         self._seen, self._since = now, at
-        return {"nvme_read_gbps": read, "nvme_write_gbps": written}
+        return {"nvme_read_gbps": read, "nvme_write_gbps": written, WRITTEN: (self._before + now[1]) / 1e9}
 
     @property
     def is_spent(self) -> bool:
         """The steps that would be at work next could write more than there may be written."""
         to_come = STEPS_AT_WORK * self._engine.disk_writes_per_step
-        return self._max_writes is not None and self._engine.disk_traffic[1] + to_come > self._max_writes
+        return self._max_writes is not None and self.written + to_come > self._max_writes
 
     def sentence(self) -> str:
+        before = f" {size(self._before)} of it by earlier starts," if self._before else ""
         return (
-            f"{size(self._engine.disk_traffic[1])} were written to offload_dir, and further steps would pass "
-            f"max_disk_writes ({size(self._max_writes or 0)})"
+            f"{size(self.written)} were written to offload_dir,{before} and further steps would pass max_disk_writes "
+            f"({size(self._max_writes or 0)})"
         )
+
+
+def written_before(config: TrainConfig, checkpoints: int) -> int:
+    """Bytes that earlier starts of a run that goes on have written: by its checkpoints, by run.json, which is written
+    when steps begin and end, or by its metrics, where it was killed. checkpoints: what they say.
+
+    Raises BadInput where max_disk_writes leaves nothing.
+    """
+    if not config.resume_from_checkpoint:
+        return 0
+    folder = Path(config.output_dir)
+    before = max([checkpoints, *_noted(folder / METRICS, WRITTEN, 1e9), *_noted(folder / RUN, DISK_WRITES, 1)])
+    if config.max_disk_writes is not None and before >= config.max_disk_writes:
+        raise BadInput(
+            f"earlier starts of this run have written {size(before)} to offload_dir, and max_disk_writes is "
+            f"{size(config.max_disk_writes)}: set a larger limit"
+        )
+    return before
+
+
+def _noted(path: Path, key: str, unit: float) -> Iterator[int]:
+    """Of a file that is one JSON object, or has one a line."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for piece in (text, *text.splitlines()):
+        try:
+            yield round(float(json.loads(piece)[key]) * unit)
+        except (ValueError, KeyError, TypeError):
+            continue

@@ -81,7 +81,7 @@ class Loop:
         # The first is replaced by a later one, unless the run is a short one.
         self._drawn = {start.step + 1, min(start.step + 1 + AFTER_STEPS, work.num_steps)}
         self._say_what_binds = False
-        self._disk = DiskUse(work.engine, work.config.max_disk_writes)
+        self._disk = DiskUse(work.engine, work.config.max_disk_writes, before=start.disk_writes)
         self.loss_sum, self.num_losses = 0.0, 0  # of the steps of this process, for the mean
 
     def run(self) -> None:
@@ -174,6 +174,7 @@ class Loop:
             judged=tuple(self.judge.judged),
             best_saved=self.judge.best_saved,
             callbacks=self.callbacks.kept(),
+            disk_writes=self._disk.written,
         )
         self._settle_save()
         self.saver.save(progress)

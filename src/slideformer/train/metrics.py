@@ -2,8 +2,8 @@
 
 Names: global_step, epoch, loss, grad_norm, learning_rate, num_input_tokens_seen, num_target_tokens_seen,
 tokens_per_second, step_time, tflops, mfu, eta_seconds, nonfinite_steps, host_mem_gib, pinned_gib, gpu_mem_peak_gib,
-nvme_read_gbps, nvme_write_gbps, busy_LANE_pct, eval_loss and eval_perplexity (eval_NAME_loss for named evaluation
-sets).
+nvme_read_gbps, nvme_write_gbps, nvme_written_gb, busy_LANE_pct, eval_loss and eval_perplexity (eval_NAME_loss for named
+evaluation sets).
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from slideformer.model.decoder import Decoder
 from slideformer.train import checkpoint, fingerprint
 from slideformer.train.checkpoint import Checkpoint, Damaged, Progress
 from slideformer.train.console import Console
+from slideformer.train.disk_use import written_before
 from slideformer.train.retention import numbered, require_space
 from slideformer.train.saver import Saver
 from slideformer.train.schedule import num_steps
@@ -30,22 +31,29 @@ from slideformer.train.setup import save_dtype
 @dataclass(frozen=True, slots=True)
 class Origin:
     """found: checkpoints to start from, best first; empty: the beginning. maths, bits: see `fingerprint`.
-    require_space: raises DoesNotFit where the disk has no room for the checkpoints to come."""
+    disk_writes: bytes that earlier starts have written to the disk tier. require_space: raises DoesNotFit where the
+    disk has no room for the checkpoints to come."""
 
     found: list[Checkpoint]
     maths: dict[str, JsonValue]
     bits: dict[str, JsonValue]
+    disk_writes: int = 0
     require_space: Callable[[], None] = lambda: None
 
     def load(self, engine: Engine, source: Path, console: Console) -> Progress:
         """Set the engine's state. source: the model's folder, read at the beginning only."""
         if not self.found:
             weights.load(source, engine.layout, engine.write, names=engine.decoder.names)
-            return Progress(step=0, num_updates=0, evaluated=False)
+            return self.beginning
         loaded = _load_first(self.found, engine, console)
         if differ := fingerprint.differences(loaded.record.bits, self.bits):
             console.warn(f"the last bits may differ from an unbroken run's: {fingerprint.listed(differ)}")
-        return loaded.record.progress
+        return loaded.record.progress.model_copy(update={"disk_writes": self.disk_writes})
+
+    @property
+    def beginning(self) -> Progress:
+        """Where a run without a checkpoint starts."""
+        return Progress(step=0, num_updates=0, evaluated=False, disk_writes=self.disk_writes)
 
     @contextmanager
     def saver(self, config: TrainConfig, engine: Engine, console: Console) -> Iterator[Saver | None]:
@@ -87,13 +95,14 @@ def find_origin(
 ) -> Origin:
     """Where to start, given what `earlier` found: it belongs to this run, and there is room for checkpoints to come.
 
-    Raises BadInput for the newest that is another config's, and DoesNotFit.
+    Raises BadInput for the newest that is another config's, and where max_disk_writes is spent, and DoesNotFit.
     """
+    disk_writes = written_before(config, max((one.record.progress.disk_writes for one in found), default=0))
     if config.save_strategy == "no" and not found:
-        return Origin([], {}, {})
+        return Origin([], {}, {}, disk_writes)
     steps = num_steps(config, batches)
     maths, bits = fingerprint.maths(config, batches, decoder, steps), fingerprint.bits(config, decoder, device_kind)
-    origin = Origin([], maths, bits)
+    origin = Origin([], maths, bits, disk_writes)
     if found and (differ := fingerprint.differences(found[0].record.maths, origin.maths)):
         raise BadInput(
             f"{found[0].folder} cannot be continued with this config: {fingerprint.listed(differ)}; change it back, or "

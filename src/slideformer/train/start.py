@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from slideformer.engine.placement import placed
+from slideformer.memory import size
+from slideformer.train.checkpoint import Progress
 from slideformer.train.console import Console
 from slideformer.train.loop import Work
 
 
-def tell_start(work: Work, console: Console) -> None:
-    """What is about to happen, in a few lines."""
+def tell_start(work: Work, start: Progress, console: Console) -> None:
+    """What is about to happen, in a few lines. start: how far the run is."""
     config, engine = work.config, work.engine
     rows, micro = config.per_device_train_batch_size, config.gradient_accumulation_steps
     console.note(
@@ -17,8 +19,23 @@ def tell_start(work: Work, console: Console) -> None:
         f"({engine.kernels.isa}, {engine.kernels.threads} threads)"
     )
     console.note(f"on the device: {placed(engine.layout, engine.step_options)}")
+    if engine.budget.disk:
+        console.note(_on_disk(work, start))
     console.note(
         f"{work.num_steps} steps of {rows} x {micro} = {rows * micro} sequences of up to {config.max_length} tokens"
         f", {work.batches.steps_per_epoch} steps an epoch"
     )
     console.begin(work.num_steps, engine.memory())
+
+
+def _on_disk(work: Work, start: Progress) -> str:
+    """What lies where, how much, and what a step and all of them move."""
+    engine, steps = work.engine, work.num_steps - start.step
+    terms = sorted(engine.budget.disk.items(), key=lambda pair: -pair[1])
+    listed = ", ".join(f"{term} {size(nbytes)}" for term, nbytes in terms)
+    read, written = engine.disk_reads_per_step / 1e9, engine.disk_writes_per_step / 1e9
+    before = f", after {start.disk_writes / 1e12:.3g} TB by earlier starts" if start.disk_writes else ""
+    return (
+        f"on disk in {work.config.offload_dir}: {size(engine.budget.disk_nbytes)} ({listed}); a step reads {read:.3g} "
+        f"GB and writes {written:.3g} GB, {steps:,} steps write {steps * written / 1e3:.3g} TB{before}"
+    )

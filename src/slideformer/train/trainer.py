@@ -33,7 +33,6 @@ from slideformer.train.checkpoint import Damaged, Progress, folder_name
 from slideformer.train.console import Console, open_console
 from slideformer.train.evaluation import Sets, evaluate
 from slideformer.train.generate import Completion, complete
-from slideformer.train.hardware import git_commit, hardware
 from slideformer.train.hub import push, require_hub
 from slideformer.train.inputs import Data, Inputs, Model, inputs_of
 from slideformer.train.journal import Journal
@@ -43,6 +42,7 @@ from slideformer.train.output import claimed
 from slideformer.train.peak import peak_tflops
 from slideformer.train.plot import plot_loss
 from slideformer.train.record import RunRecord, versions
+from slideformer.train.recorded import recorded
 from slideformer.train.resume import Origin, earlier, find_origin
 from slideformer.train.retention import clean
 from slideformer.train.samples import Samples, sample_prompts, with_samples
@@ -50,7 +50,7 @@ from slideformer.train.save import CHAT_TEMPLATE, companions, save
 from slideformer.train.schedule import Schedule, num_steps
 from slideformer.train.setup import build_decoder, device_kind, engine_options, require_gds, save_dtype
 from slideformer.train.start import tell_start
-from slideformer.train.stop import AT_ONCE_S, Stopped, StopRequests, let_go, within
+from slideformer.train.stop import StopRequests, let_go
 from slideformer.train.trackers import Trackers, require_trackers
 
 
@@ -175,8 +175,8 @@ class Trainer:
                     )
                     loop = Loop(work, journal, judge, saver, stop, start)
                     loop.stop_if_asked("before the first step", start.step)
-                    with self._recorded(record, device, journal, work, start):
-                        tell_start(work, console)
+                    with recorded(record, journal, work, start, self._peak):
+                        tell_start(work, start, console)
                         loop.run()
                         self._load_best(judge, engine, console)
                         names = self._save(target, Facts(config.model_dump(mode="json"), versions(), journal.last))
@@ -314,7 +314,7 @@ class Trainer:
     def _start(self, origin: Origin, engine: Engine, console: Console) -> Progress:
         """How far the run is; the engine has its state then, and schedule and callbacks theirs."""
         if not origin.found:
-            return Progress(step=0, num_updates=0, evaluated=False)
+            return origin.beginning
         start = origin.load(engine, Path(self.args.model_name_or_path), console)
         self._has_weights = True
         assert self._prepared is not None
@@ -353,31 +353,6 @@ class Trainer:
             shutil.copyfile(self.args.chat_template, target / CHAT_TEMPLATE)
             names = [*(name for name in names if name != CHAT_TEMPLATE), CHAT_TEMPLATE]
         return names
-
-    @contextmanager
-    def _recorded(
-        self, record: RunRecord, device: Device, journal: Journal, work: Work, start: Progress
-    ) -> Iterator[None]:
-        """run.json at the start, and again with how it ended."""
-        facts = {"device": device.kind, "num_steps": work.num_steps, "memory": work.engine.memory()}
-        where = {"hardware": hardware(), "git": git_commit(Path.cwd())}
-        if self._peak is not None:
-            facts["peak_tflops"] = {"value": self._peak[0], "source": self._peak[1]}
-        record.write("running", **facts, **where, first_step=start.step + 1)
-        try:
-            yield
-        except Stopped as stopped:
-            write = partial(record.end, "stopped", last_metrics=journal.last)
-            if stopped.at_once:
-                device.abandon(stopped)
-                within(AT_ONCE_S, write)
-            else:
-                write()
-            raise
-        except BaseException as error:
-            record.end("failed", last_metrics=journal.last, error=str(error))
-            raise
-        record.end("finished", last_metrics=journal.last)
 
     @contextmanager
     def _closed_on_failure(self) -> Iterator[None]:
