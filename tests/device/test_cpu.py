@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -11,6 +12,7 @@ import torch
 from device.contract import *  # noqa: F403
 from slideformer.device import Device, open_device
 from slideformer.device.cpu import CpuDevice
+from slideformer.device.lanes import Fault, ThreadLane
 from slideformer.errors import BadInput
 
 
@@ -71,3 +73,15 @@ def test_the_backend_satisfies_the_protocol():
     device: Device = CpuDevice(poison=True)
     assert device.poisons and device.failure is None
     device.close()
+
+
+def test_a_lane_that_stands_back_does_so_alone() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    found: list[int] = []
+    lane, before = ThreadLane("nice", Fault(), nice=3), niceness()
+    lane.run(lambda: found.append(niceness())).wait()
+    lane.close()
+    assert found == [3]
+    assert niceness() == before

@@ -6,9 +6,11 @@ so every thread that waits for a mark wakes up, and nothing hangs.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 
 from slideformer.device.api import LaneFailure
@@ -76,8 +78,10 @@ class HostMark:
 class ThreadLane:
     """A FIFO with one thread. Subclasses say how work is run and how a mark is waited for on that thread."""
 
-    def __init__(self, name: str, fault: Fault) -> None:
+    def __init__(self, name: str, fault: Fault, *, nice: int = 0) -> None:
+        """nice: how far the thread stands back when cores are short, as of a process (0 to 19)."""
         self.name = name
+        self._nice = nice
         self.fault = fault
         self.closed = False
         self._queue: SimpleQueue[tuple[Callable[[], None] | None, HostMark | None, str]] = SimpleQueue()
@@ -116,6 +120,9 @@ class ThreadLane:
 
     def _loop(self) -> None:
         label = "start"
+        if self._nice:
+            with suppress(OSError, AttributeError):  # a system whose threads have no priority of their own
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
         try:
             self.prepare()
         except BaseException as error:  # whatever it is, the caller must hear of it

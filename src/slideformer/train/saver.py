@@ -8,8 +8,6 @@ rotation come after the last unit. The threads that write are the last to be giv
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -37,12 +35,6 @@ MOST_LANES = 4
 
 NICE = 10
 """Of the threads that write: a sum that takes a core from an update makes the whole step wait."""
-
-
-class _WriteLane(ThreadLane):
-    def prepare(self) -> None:
-        with suppress(OSError, AttributeError):  # a system whose threads have no priority of their own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 class _Writing:
@@ -142,7 +134,7 @@ class Saver:
             on_disk = self.engine.state.stored is not None  # where several would take each other's place in hand
             count = 1 if on_disk else max(1, min(MOST_LANES, available_cpus() // 4))
             self._lanes = [ThreadLane("checkpoint-copies", self._fault)]
-            self._lanes += [_WriteLane(f"checkpoint-{index}", self._fault) for index in range(count)]
+            self._lanes += [ThreadLane(f"checkpoint-{index}", self._fault, nice=NICE) for index in range(count)]
         return self._lanes
 
     def _snapshots(self) -> dict[int, Snapshot]:
