@@ -11,7 +11,7 @@ from engine.toys import EAGER, engine_on, toy_decoder, toy_options
 from slideformer.engine import EngineOptions
 from slideformer.engine.costs import ASSUMED, Costs, assumed
 from slideformer.engine.fit import budget_of, require_fit
-from slideformer.engine.placement import Room, place
+from slideformer.engine.placement import Room, _spread, place
 from slideformer.errors import BadInput, DoesNotFit
 
 AUTO = {"saved_on_device": "auto", "resident": "auto", "keep": "auto", "late": "auto"}
@@ -158,6 +158,16 @@ def test_the_chosen_is_the_best_of_a_sweep_by_hand():
                 times.append(here.step_s(trial))
     assert len(times) > 8 and max(times) > 1.05 * min(times)
     assert here.step_s(place(here)) <= 1.03 * min(times)
+
+
+def test_some_of_many_blocks_lie_apart():
+    blocks = tuple(range(1, 29))
+    order = _spread(blocks)
+    assert sorted(order) == list(blocks) and _spread((5,)) == [5] and _spread(()) == []
+    for num in (2, 4, 7, 14, 20):
+        chosen = [0, *sorted(order[:num]), 29]
+        gaps = [b - a for a, b in zip(chosen, chosen[1:], strict=False)]
+        assert max(gaps) <= 2 * len(blocks) / num + 1, (num, gaps)
 
 
 def test_bytes_beside_the_plan_are_counted():

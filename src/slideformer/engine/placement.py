@@ -6,7 +6,8 @@ is taken. Pure arithmetic on a layout, options and costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -26,8 +27,15 @@ TOLERANCE = 1.005
 not move cannot come late."""
 
 
-LATE_SHARES = ((1, 4), (1, 3), (1, 2), (2, 3), (3, 4))
-"""Blocks out of as many, tried in turn."""
+LATE_SHARES = ((1, 8), (1, 4), (1, 3), (1, 2), (2, 3))
+"""Streamed blocks out of as many whose update is put off until backward is over, tried in turn. The lowest are never
+late: the next step begins with them."""
+
+BLOCK_SHARES = (0.9, 0.75, 0.5)
+"""Of the resident blocks that have room."""
+
+KEPT_STARTS = 2
+"""Patterns that are looked around from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,29 +101,150 @@ def place(room: Room) -> EngineOptions:
             base = replace(base, sliced_head=True)
     if room.used(base) > room.limit:
         return replace(base, late=() if base.late == "auto" else base.late)
-    trials: dict[EngineOptions, float] = {}
+    trials = _Trials(room)
     for order in _orders(room, base):
-        filled = _fill(room, base, order)
-        if filled not in trials:
-            trials[filled] = room.step_s(filled)
-    fastest = min(trials.values())
-    good = [trial for trial, seconds in trials.items() if seconds <= TOLERANCE * fastest]
-    chosen = max(good, key=room.used)
-    return _with_late(room, chosen) if chosen.late == "auto" else chosen
+        trials.try_(_fill(room, base, order))
+    _look_around(room, base, trials)
+    return trials.chosen()
 
 
-def _with_late(room: Room, options: EngineOptions) -> EngineOptions:
-    """With the update of every second block put off until backward is over, or of every third and so on, if that is
-    faster. The lowest blocks are never late: the next step begins with them."""
-    best = replace(options, late=())
-    best_s = room.step_s(best)
-    resident = best.step_options(room.layout, room.dtype).resident
-    choice = [u for u in room.layout.blocks if u not in resident][options.window :]
-    for one_of, out_of in LATE_SHARES if options.update == "eager" else ():
-        trial = replace(options, late=tuple(u for i, u in enumerate(choice) if i % out_of < one_of))
-        if room.used(trial) <= room.limit and (trial_s := room.step_s(trial)) < best_s / TOLERANCE:
-            best, best_s = trial, trial_s
-    return best
+class _Trials:
+    """Placements that fit, by the clock."""
+
+    def __init__(self, room: Room) -> None:
+        self.room = room
+        self._seconds: dict[EngineOptions, float] = {}
+        self._used: dict[EngineOptions, int] = {}
+
+    def used(self, options: EngineOptions) -> int:
+        if options not in self._used:
+            self._used[options] = self.room.used(options)
+        return self._used[options]
+
+    def fits(self, options: EngineOptions) -> bool:
+        return self.used(options) <= self.room.limit
+
+    def try_(self, options: EngineOptions | None) -> float:
+        """Seconds of a step; infinite for what does not fit (None)."""
+        if options is None:
+            return math.inf
+        if options.late == "auto":
+            options = replace(options, late=())
+        if options not in self._seconds:
+            self._seconds[options] = self.room.step_s(options)
+        return self._seconds[options]
+
+    def chosen(self) -> EngineOptions:
+        """Of the fastest, the one that leaves most on the device."""
+        fastest = min(self._seconds.values())
+        good = [trial for trial, seconds in self._seconds.items() if seconds <= TOLERANCE * fastest]
+        return max(good, key=self.used)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """Part of a placement: of the units around the blocks, how many are resident; how many blocks, and whether the
+    lowest or spread over the model; and which share of the others is updated late."""
+
+    ends: int
+    spread: bool
+    num_blocks: int
+    late: tuple[int, int] | None = None
+
+
+class _Patterns:
+    """Placements by pattern, each with as many saved inputs as have room beside."""
+
+    def __init__(self, room: Room, base: EngineOptions, trials: _Trials) -> None:
+        self.room, self.base, self.trials = room, base, trials
+        self.free = room.options.resident == "auto"
+        self.ends = _ends(room, base) if self.free else []
+        self._made: dict[_Pattern, EngineOptions | None] = {}
+
+    def seconds(self, pattern: _Pattern) -> float:
+        return self.trials.try_(self.made(pattern))
+
+    def made(self, pattern: _Pattern) -> EngineOptions | None:
+        """None where there is no room."""
+        if pattern not in self._made:
+            found = self._without_saved(pattern)
+            self._made[pattern] = self._with_saved(found) if self.trials.fits(found) else None
+        return self._made[pattern]
+
+    def most(self, pattern: _Pattern) -> _Pattern:
+        """With as many blocks as have room. Counted by their bytes, then by the budget itself."""
+        blocks, room = self.room.layout.blocks, self.room
+        left = room.limit - self.trials.used(self._without_saved(replace(pattern, num_blocks=0)))
+        num = 0
+        for unit in self._ordered(pattern) if self.free else ():
+            left -= _resident_nbytes(room, unit)
+            num += left >= 0
+        while num < len(blocks) * self.free and self._fits(replace(pattern, num_blocks=num + 1)):
+            num += 1
+        while num > 0 and not self._fits(replace(pattern, num_blocks=num)):
+            num -= 1
+        return replace(pattern, num_blocks=num)
+
+    def _fits(self, pattern: _Pattern) -> bool:
+        return self.trials.fits(self._without_saved(pattern))
+
+    def _ordered(self, pattern: _Pattern) -> list[int]:
+        blocks = self.room.layout.blocks
+        return _spread(blocks) if pattern.spread else list(blocks)
+
+    def _without_saved(self, pattern: _Pattern) -> EngineOptions:
+        base, blocks = self.base, self._ordered(pattern)[: pattern.num_blocks]
+        resident = tuple(sorted({*base.resident, *self.ends[: pattern.ends], *blocks}))
+        late = () if base.late == "auto" else base.late
+        if pattern.late is not None:
+            one_of, out_of = pattern.late
+            streamed = [u for u in self.room.layout.blocks if u not in resident][base.window :]
+            late = tuple(u for i, u in enumerate(streamed) if i % out_of < one_of)
+        return replace(base, resident=resident, late=late)
+
+    def _with_saved(self, found: EngineOptions) -> EngineOptions:
+        room = self.room
+        if room.options.saved_on_device != "auto":
+            return found
+        left = room.limit - self.trials.used(found)
+        num = min(left // _hidden_nbytes(room, found), found.most_saved(room.layout))
+        while num > 0 and not self.trials.fits(replace(found, saved_on_device=num)):
+            num -= 1
+        return replace(found, saved_on_device=num)
+
+
+def _look_around(room: Room, base: EngineOptions, trials: _Trials) -> None:
+    """Try patterns: first how residents lie, then, from the best of those, what is late and how many there are."""
+    patterns = _Patterns(room, base, trials)
+    lates = LATE_SHARES if room.options.late == "auto" and room.options.update == "eager" else ()
+    numbers = sorted({0, min(1, len(patterns.ends)), len(patterns.ends)})
+    starts = [patterns.most(_Pattern(num, spread, 0)) for num in numbers for spread in (False, True)]
+    for start in sorted(starts, key=patterns.seconds)[:KEPT_STARTS]:
+        found = [start, *(patterns.most(replace(start, late=late)) for late in lates)]
+        best = min(found, key=patterns.seconds)
+        fewer = [replace(best, num_blocks=int(share * start.num_blocks)) for share in BLOCK_SHARES]
+        best = min((best, *fewer), key=patterns.seconds)
+        for late in lates:
+            patterns.seconds(replace(best, late=late))
+
+
+def _spread(blocks: Sequence[int]) -> list[int]:
+    """In such an order that those at its head lie apart from each other, however many: bits of an index turned round
+    (van der Corput)."""
+    bits = max(len(blocks) - 1, 1).bit_length()
+    turned = sorted(range(len(blocks)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
+    return [blocks[i] for i in turned]
+
+
+def _ends(room: Room, base: EngineOptions) -> list[int]:
+    """Units around the blocks that may be resident, vocabulary matrices first."""
+    layout = room.layout
+    found = [u for u in range(len(layout.units)) if layout.units[u].kind is not UnitKind.BLOCK]
+    return [u for u in found if not (base.sliced_head and u == layout.output)]
+
+
+def _hidden_nbytes(room: Room, base: EngineOptions) -> int:
+    return base.batch_shape(room.hidden_size, room.dtype).micro_tokens * room.hidden_size * room.dtype.itemsize
 
 
 Item = tuple[str, int]
@@ -129,8 +258,7 @@ def _orders(room: Room, base: EngineOptions) -> Iterator[list[Item]]:
     bottom, whose updates end last and whose weights the next step needs first.
     """
     layout, options = room.layout, room.options
-    ends = [u for u in range(len(layout.units)) if layout.units[u].kind is not UnitKind.BLOCK]
-    ends = [u for u in ends if not (base.sliced_head and u == layout.output)]
+    ends = _ends(room, base)
     resident: list[Item] = [("resident", u) for u in (*ends, *layout.blocks)] if options.resident == "auto" else []
     keep: list[Item] = [("keep", u) for u in reversed(layout.blocks)] if options.keep == "auto" else []
     saved: list[Item] = [("saved", 1)] * options.most_saved(layout) if options.saved_on_device == "auto" else []
@@ -144,7 +272,7 @@ def _fill(room: Room, base: EngineOptions, order: list[Item]) -> EngineOptions:
     """Takes items as far as they fit. Bytes are first counted item by item, then by the budget itself."""
     layout = room.layout
     left = room.limit - room.used(base)
-    hidden_nbytes = base.batch_shape(room.hidden_size, room.dtype).micro_tokens * room.hidden_size * room.dtype.itemsize
+    hidden_nbytes = _hidden_nbytes(room, base)
     of_block = dict(zip(layout.blocks, room.costs.blocks, strict=True))
     saved = base.saved_on_device
     resident, keep = list(base.resident), list(base.keep)
