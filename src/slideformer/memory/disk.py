@@ -290,9 +290,10 @@ class DiskFile:
         head = bytearray(self._header(extent, data.numel()))
         with self._told(extent, "written"), self._folder.noting(self._folder.writes, data.numel()):
             if data.is_cuda:
-                total = self._summed(data)
-                self._folder.threads.write(self._file, place.offset, head, data[:0].cpu())
-                self._through_gds().write(place.offset + PAGE, data)
+                data[:1].cpu()  # waits for what makes it on the caller's stream
+                with self._through_gds().write(place.offset + PAGE, data):
+                    self._folder.threads.write(self._file, place.offset, head, data[:0].cpu())
+                    total = device_checksum(data) if self._folder.sums else 0
             else:
                 total = heeding_signals(lambda: self._folder.threads.write(self._file, place.offset, head, data))
         place.length, place.checksum = data.numel(), total
@@ -312,10 +313,10 @@ class DiskFile:
         expected, wanted, head = self._header(extent, place.length), place.checksum, bytearray(PAGE)
         with self._told(extent, "read"), self._folder.noting(self._folder.reads, data.numel()):
             if data.is_cuda:
-                self._folder.threads.read(self._file, place.offset, head, data[:0].cpu())
                 data[:1].cpu()  # what was launched before may use this memory still
-                self._through_gds().read(place.offset + PAGE, data)
-                total = self._summed(data)
+                with self._through_gds().read(place.offset + PAGE, data) as moving:
+                    self._folder.threads.read(self._file, place.offset, head, data[:0].cpu())
+                    total = device_checksum(data, moving.wait) if self._folder.sums else 0
             else:
                 total = heeding_signals(lambda: self._folder.threads.read(self._file, place.offset, head, data))
         wrong = difference(bytes(head), expected) or ("its data was changed" if total != wanted else None)
@@ -339,13 +340,6 @@ class DiskFile:
             what = f"a tensor of shape {list(tensor.shape)} on {tensor.device}"
             raise ValueError(f"{what}: must be 1-D, without gaps, host, or CUDA where the folder has gds")
         return tensor.detach().view(torch.uint8)
-
-    def _summed(self, data: torch.Tensor) -> int:
-        """Of data on a device. Waits for what makes it on the caller's stream."""
-        if self._folder.sums:
-            return device_checksum(data)
-        data[:1].cpu()
-        return 0
 
     def _through_gds(self) -> GdsFile:
         assert self._on_device is not None, "a tensor of a device was let in without gds"

@@ -7,6 +7,7 @@ cuFile blocks and knows no threads.
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from slideformer.memory.disk_extent import GOLDEN, MIX, PAGE, keys
 from slideformer.native import ShortFile
 
 PIECE_NBYTES = 4 << 20
-"""Summed at a time."""
+"""Moved and summed at a time: one is summed while others move."""
 
 SUM_NBYTES = 5 * PIECE_NBYTES
 """On the device for the time of one sum: its temporaries."""
@@ -63,34 +64,64 @@ class GdsFile:
     def __init__(self, opened: object) -> None:
         self._file = opened
 
-    def write(self, offset: int, data: torch.Tensor) -> None:
-        """data: uint8 [n], device; what is to be written must be there. Blocks. Raises OSError, ShortFile."""
-        self._whole("pwrite", offset, data)
+    def write(self, offset: int, data: torch.Tensor) -> Moving:
+        """Begin to write. data: uint8 [n], device; what is to be written must be there, and stay."""
+        return self._begun("pwrite", offset, data)
 
-    def read(self, offset: int, data: torch.Tensor) -> None:
-        """The other way; nothing else may be at work on `data`. What is launched after this finds it."""
-        self._whole("pread", offset, data)
+    def read(self, offset: int, data: torch.Tensor) -> Moving:
+        """The other way; nothing else may be at work on `data`. What is launched when a piece is there finds it."""
+        return self._begun("pread", offset, data)
 
     def close(self) -> None:
         self._file.close()
 
-    def _whole(self, call: str, offset: int, data: torch.Tensor) -> None:
-        if data.numel() == 0:
-            return
-        try:
-            moved = getattr(self._file, call)(data, file_offset=offset).get()
-        except RuntimeError as error:  # of kvikio, with a place in its sources
-            raise OSError(errno.EIO, str(error)) from None
-        if moved != data.numel():
-            raise ShortFile(f"{data.numel() - moved} bytes at {offset + moved} are missing")
+    def _begun(self, call: str, offset: int, data: torch.Tensor) -> Moving:
+        move = getattr(self._file, call)
+        starts = range(0, data.numel(), PIECE_NBYTES)
+        pieces = (data[start : start + PIECE_NBYTES] for start in starts)
+        return Moving([(move(p, file_offset=offset + s), p.numel()) for p, s in zip(pieces, starts, strict=True)])
 
 
-def device_checksum(data: torch.Tensor) -> int:
-    """`disk_extent.checksum` of the data, filled up with zeros to whole pages. data: uint8 [n], any device. Blocks."""
+class Moving:
+    """Pieces of PIECE_NBYTES on their way. As a context manager it waits for all of them, whatever happens inside."""
+
+    def __init__(self, pieces: list[tuple[object, int]]) -> None:
+        self._pieces, self._num_there = pieces, 0
+
+    def wait(self, index: int) -> None:
+        """Until the pieces up to this one are there. Raises OSError, ShortFile."""
+        while self._num_there <= index:
+            future, nbytes = self._pieces[self._num_there]
+            self._num_there += 1
+            try:
+                moved = future.get()
+            except RuntimeError as error:  # of kvikio, with a place in its sources
+                raise OSError(errno.EIO, str(error)) from None
+            if moved != nbytes:
+                raise ShortFile(f"{nbytes - moved} bytes of piece {self._num_there - 1} are missing")
+
+    def __enter__(self) -> Moving:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, traceback: object) -> None:
+        failed: Exception | None = None
+        while self._num_there < len(self._pieces):
+            try:
+                self.wait(len(self._pieces) - 1)
+            except (OSError, ShortFile) as error:
+                failed = failed or error
+        if failed is not None and kind is None:
+            raise failed
+
+
+def device_checksum(data: torch.Tensor, before: Callable[[int], None] = lambda index: None) -> int:
+    """`disk_extent.checksum` of the data, filled up with zeros to whole pages. data: uint8 [n], any device. before:
+    called with the number of each piece of PIECE_NBYTES before it is looked at. Blocks."""
     key = torch.from_numpy(keys().view(np.int64)).to(data.device)
     low_key, high_key = key & _LOW, (key >> 32) & _LOW
     total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for start in range(0, data.numel(), PIECE_NBYTES):
+    for index, start in enumerate(range(0, data.numel(), PIECE_NBYTES)):
+        before(index)
         piece = data[start : start + PIECE_NBYTES]
         if piece.numel() % PAGE or piece.storage_offset() % 8:
             whole = torch.zeros(-(-piece.numel() // PAGE) * PAGE, dtype=torch.uint8, device=data.device)
