@@ -72,14 +72,18 @@ in which one of them is more than 5% slower than this met a machine, or an insta
 USUAL_NORM = 1.0
 
 
+ON_DISK = "+disk"
+
+
 def name_of(line: Line) -> str:
-    """The case as it is called: with its limit if it has one, its program, whether it clips and to what norm, and
-    kernels that are not the usual ones."""
+    """The case as it is called: with its limit if it has one, whether any of it is on disk, its program, whether it
+    clips and to what norm, and kernels that are not the usual ones."""
     suffix = line["update"] or ("clip" if line["max_grad_norm"] else "")
     suffix += f"={line['max_grad_norm']:g}" if line["max_grad_norm"] not in (0, USUAL_NORM) else ""
     limit = f"-{line['gpu_limit_gib']:g}" if line["case"] == "ours-auto" and line["gpu_limit_gib"] else ""
     kernels = f"/{line['variant']}" if line.get("variant") else ""
-    return f"{line['case']}{limit}{':' * bool(suffix)}{suffix}{kernels}"
+    disk = ON_DISK if line.get("disk_gib") else ""
+    return f"{line['case']}{limit}{disk}{':' * bool(suffix)}{suffix}{kernels}"
 
 
 def line_faults(line: Line) -> Iterator[str]:

@@ -3,9 +3,10 @@
     python benchmarks/step.py --shape llama-3.2-3b --batch 32 --seq 1024 --gpu-limit 24 --out step.jsonl \\
         --cases optimizer link stock-fwd-bwd stock-resident ours-streamed:eager fsdp2 ours-streamed:deferred fsdp2:clip
 
-Every case runs in a process of its own and adds one JSON line to --out, all under one `run`; `optimizer` and `link` are
-the benchmarks of those names. A case that is not installed says so and is passed over; one that does not fit ends with
-3, and the others go on. `--report FILE` prints the table of a file and exits with 1 where a line does not add up.
+Every case runs in a process of its own and adds one JSON line to --out, all under one `run`; `optimizer`, `link` and
+`disk` are the benchmarks of those names. A case that is not installed says so and is passed over; one that does not fit
+ends with 3, and the others go on. `--report FILE` prints the table of a file and exits with 1 where a line does not add
+up.
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ from pathlib import Path
 
 from cases import MODULES, NotHere, Settings, measure, missing, parse_case
 
-BESIDE = {"optimizer": ["optimizer.py", "--only-native", "--numel", str(1 << 29)], "link": ["link.py"]}
-"""Benchmarks that share a call's `run`. 2^29 parameters are 7 GB of state and gradient, far beyond any cache."""
+BESIDE = {
+    "optimizer": ["optimizer.py", "--only-native", "--numel", str(1 << 29)],
+    "link": ["link.py"],
+    "disk": ["disk.py", "--folder", ".", "--gib", "1", "--seconds", "10"],
+}
+"""Benchmarks that share a call's `run`. 2^29 parameters are 7 GB of state and gradient, far beyond any cache; the disk
+is that of the working folder, where --offload-dir should be."""
 
 
 def main() -> int:
@@ -74,7 +80,12 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tile-numel", type=int, default=16 << 20, help="of ours")
     parser.add_argument("--engine", nargs="+", default=[], metavar="KEY=VALUE", help="further EngineOptions of ours")
     parser.add_argument(
-        "--offload", metavar="WHAT=SHARE,...", help="of ours, on disk: optimizer=0.5,weights=0,activations=0"
+        "--offload",
+        metavar="WHAT=SHARE,...",
+        help="of ours, on disk: optimizer=0.5,weights=0,activations=0; blocks=0.5: all state of half of the blocks",
+    )
+    parser.add_argument(
+        "--plan-layers", type=int, help="ours says what a plan of so many layers takes on the device, with its options"
     )
     parser.add_argument("--offload-dir", help="where that is; not there yet, its parent is")
     parser.add_argument(
@@ -150,6 +161,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         engine=dict(_option(text) for text in args.engine),
         offload=_shares(args.offload) if args.offload else {},
         offload_dir=args.offload_dir,
+        plan_layers=args.plan_layers,
         trace=args.trace,
         megatrain=args.megatrain,
     )
@@ -170,8 +182,12 @@ def _option(text: str) -> tuple[str, object]:
 def _shares(text: str) -> dict[str, float]:
     """`optimizer=0.5,weights=0` as {"optimizer": 0.5, "weights": 0.0}."""
     found = dict(part.partition("=")[::2] for part in text.split(","))
-    if unknown := found.keys() - {"optimizer", "weights", "activations"}:
-        raise SystemExit(f"--offload: no {', '.join(sorted(unknown))}; there are optimizer, weights, activations")
+    if unknown := found.keys() - {"optimizer", "weights", "activations", "blocks"}:
+        raise SystemExit(
+            f"--offload: no {', '.join(sorted(unknown))}; there are optimizer, weights, activations, and blocks"
+        )
+    if "blocks" in found and found.keys() & {"optimizer", "weights"}:
+        raise SystemExit("--offload: blocks are whole, so there is no share of optimizer or weights beside them")
     shares = {name: float(share) for name, share in found.items()}
     if wrong := [f"{name}={share:g}" for name, share in shares.items() if not 0 <= share <= 1]:
         raise SystemExit(f"--offload: {', '.join(wrong)}, must be shares from 0 to 1")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rules import Line, name_of
+from rules import ON_DISK, Line, name_of
 
 SHAPE, SEQ = "llama-3.2-3b", 1024
 HOST_NBYTES, DRAM_NBYTES, SPARE_GIB = 12.0, 32.0, 1.0
@@ -14,6 +14,7 @@ BOTH_BOUNDS = {("llama-3.1-8b", 16, 1024): 1.15, ("qwen3-8b", 1, 1024): 1.3}
 PLANNED_OVER, PLANNED_GIB = 1.05, 1.0
 """Of a tier of which at least so much is planned: Python and libraries take some of the host whatever is planned.
 host_before_gib is null where an engine was not the first of its process: then nobody knows what it took there."""
+OVER_LANES, OVER_STEP, PAGE_CACHE_MIB = 1.15, 1.10, 1024.0
 FALL_SHARE, FALL_GIB = 0.02, 0.25
 """How far the fall of host memory may be from the plan's."""
 WATCHED_STEPS = 20
@@ -52,6 +53,15 @@ def targets(lines: Sequence[Line]) -> Iterator[Target]:
     if best is not None:
         yield Target("native update, share of the stream loop's rate", best["gbps"] / best["stream_gbps"], 0.9, True)
         yield Target("native update, Gparam/s", best["gparam_per_s"], 3.9, True)
+    disk = {line["case"]: line for line in lines if line["bench"] == "disk"}
+    for kind in ("read", "write", "mix"):
+        if f"store-{kind}" in disk:
+            yield Target(f"the store's rate over a plain loop's, {kind}", disk[f"store-{kind}"]["ratio"], 0.9, True)
+    for name, line in steps.items():
+        if ON_DISK in name:
+            yield from _on_disk(name, line, steps, {case: one["gbps"] * 1e9 for case, one in disk.items()})
+        if "plan_layers" in line:
+            yield from _of_plan(name, line)
     yield from _falls([line for line in lines if line["bench"] == "host_memory"])
     first = next(iter(steps.values()), None)
     if first is None:
@@ -80,6 +90,33 @@ def targets(lines: Sequence[Line]) -> Iterator[Target]:
     yield from _ratio(steps, "ours-auto:eager", "stock-resident", 0.88)
     for name in _clipped(steps):
         yield from _ratio(steps, name, "ours-streamed:eager", 1.03)
+
+
+def _on_disk(name: str, line: Line, steps: dict[str, Line], rates: dict[str, float]) -> Iterator[Target]:
+    """A step is as long as the slowest of disk, host and GPU. rates: bytes a second of the plain loop, at which the
+    disk's time is that of the step's bytes."""
+    yield Target(f"{name}, direct I/O", float(line["direct"]), 1.0, True)
+    yield Target(f"{name}, MiB by which the page cache grew", line["page_cache_mib"], PAGE_CACHE_MIB)
+    if not {"loop-read", "loop-write", "loop-mix"} <= rates.keys():
+        return
+    read, written = line["disk_bytes"]
+    both = min(read, written)
+    disk_s = 2 * both / rates["loop-mix"] + (read - both) / rates["loop-read"] + (written - both) / rates["loop-write"]
+    lanes = {lane: share * _s(line) for lane, share in line["busy"].items() if not lane.startswith("disk")}
+    longest = max({**lanes, "disk": disk_s}.items(), key=lambda lane: lane[1])
+    text = f"{name} over the longest of its lanes ({longest[0]}, {longest[1]:.3g} s)"
+    yield Target(text, _s(line) / longest[1], OVER_LANES)
+    if (base := steps.get(name.replace(ON_DISK, ""))) is not None:
+        text = f"{name} over the longer of its disk's time and the step without a disk"
+        yield Target(text, _s(line) / max(disk_s, _s(base)), OVER_STEP)
+
+
+def _of_plan(name: str, line: Line) -> Iterator[Target]:
+    """The device of a few layers is that of all of them."""
+    text = f"{name}, peak of the device over that of the plan with {line['plan_layers']} layers"
+    share = line["gpu_peak_gib"] / line["plan_layers_gib"]
+    yield Target(text, share, 0.95, True)
+    yield Target(text, share, 1.05)
 
 
 def _falls(lines: Sequence[Line]) -> Iterator[Target]:

@@ -44,8 +44,9 @@ class Settings:
 
     case: a key of MODULES. update: eager or deferred, of ours alone. gpu_limit_gib: of this case. max_grad_norm: 0 is
     no clipping. liger: of the stock model and the peers. Of ours: kernels, window, tile_numel, trace, engine (further
-    options by name) and offload (shares of optimizer, weights and activations that lie in offload_dir). cpu_threads:
-    None is what each system chooses itself. megatrain: folder of a checkout.
+    options by name), offload (shares of optimizer, weights and activations that lie in offload_dir, or of the blocks
+    whose whole state does) and plan_layers (of a model whose plan is compared with). cpu_threads: None is what each
+    system chooses itself. megatrain: folder of a checkout.
     """
 
     case: str
@@ -68,6 +69,7 @@ class Settings:
     engine: dict[str, object] = field(default_factory=dict)
     offload: dict[str, float] = field(default_factory=dict)
     offload_dir: str | None = None
+    plan_layers: int | None = None
     trace: str | None = None
     megatrain: str | None = None
 

@@ -20,8 +20,9 @@ from pool import fill
 from shapes import random_tokens, shape
 from slideformer.data.batches import MicroBatch
 from slideformer.device import Device, open_device
-from slideformer.engine import Engine, EngineOptions, Offload, StepResult
+from slideformer.engine import Engine, EngineOptions, Offload, StepResult, budget_of
 from slideformer.engine.costs import disk_traffic
+from slideformer.engine.options import CONTENTS
 from slideformer.layout import Layout
 from slideformer.model.decoder import Decoder
 from slideformer.schedule import OpKind
@@ -53,9 +54,21 @@ def options_of(settings: Settings, layout: Layout) -> EngineOptions:
         "cpu_threads": settings.cpu_threads,
     }
     if settings.offload:
-        shares = (settings.offload.get(name, 0.0) for name in ("optimizer", "weights", "activations"))
-        chosen |= {"offload": Offload(*shares), "offload_dir": settings.offload_dir}
+        chosen |= {**_offloaded(settings.offload, layout), "offload_dir": settings.offload_dir}
     return EngineOptions(**(DEFAULTS | given | chosen | settings.engine))
+
+
+def _offloaded(shares: dict[str, float], layout: Layout) -> dict[str, object]:
+    """Raises SystemExit for a share of the activations beside whole blocks that is neither none nor all."""
+    optimizer, weights, saved = (shares.get(name, 0.0) for name in ("optimizer", "weights", "activations"))
+    if "blocks" not in shares:
+        return {"offload": Offload(optimizer, weights, saved)}
+    if saved not in (0, 1):
+        raise SystemExit(f"--offload: activations is {saved:g} beside blocks, must be 0 or 1")
+    num = round(shares["blocks"] * len(layout.blocks))
+    blocks = [layout.blocks[i * len(layout.blocks) // num] for i in range(num)]  # spread over the model
+    pairs = tuple((content, unit) for content in CONTENTS for unit in blocks)
+    return {"disk": pairs, "saved_on_host": 0 if saved else None}
 
 
 def measure(settings: Settings) -> dict[str, object]:
@@ -78,7 +91,7 @@ def measure(settings: Settings) -> dict[str, object]:
             device=device.torch_device,
         )
         options = options_of(settings, decoder.layout)
-        began = time.perf_counter()
+        began, cached = time.perf_counter(), page_cache_nbytes()
         with Engine(decoder, device, options) as engine:
             fill(engine)
             if cuda:  # random weights were drawn on the device
@@ -86,8 +99,46 @@ def measure(settings: Settings) -> dict[str, object]:
                 torch.cuda.reset_peak_memory_stats()
             ready_s = round(time.perf_counter() - began, 1)
             measured = _steps(engine, device, settings)
+            measured |= _beside(engine, settings, page_cache_nbytes() - cached)
         before = {"host_before_gib": host_before, "context_gib": context_gib}
         return {**measured, **before, "kernels": decoder.kernels, "ready_s": ready_s}
+
+
+def _beside(engine: Engine, settings: Settings, cached_nbytes: int) -> dict[str, object]:
+    """What a run on disk says of how it moves there, and what a plan with more layers takes on the device."""
+    found: dict[str, object] = {}
+    if engine.folder is not None:
+        found |= {"direct": engine.folder.direct, "page_cache_mib": round(cached_nbytes / 2**20, 1)}
+    if settings.plan_layers is not None:
+        found |= {"plan_layers": settings.plan_layers, "plan_layers_gib": _device_gib(engine, settings)}
+    return found
+
+
+def _device_gib(engine: Engine, settings: Settings) -> float:
+    """GiB on the device by the plan of the shape with plan_layers, with this engine's options and what it measured of
+    a block."""
+    decoder, costs = engine.decoder, engine.costs
+    config = shape(settings.shape, num_layers=settings.plan_layers)
+    kernels, *without = settings.kernels.split("-")
+    larger = Decoder(
+        config,
+        dtype=decoder.dtype,
+        tile_numel=settings.tile_numel,
+        kernels=kernels,
+        without_kernels=tuple(without),
+        device=engine.device.torch_device,
+    )
+    if costs is not None:
+        costs = dataclasses.replace(costs, blocks=costs.blocks[:1] * len(larger.layout.blocks))
+    options = dataclasses.replace(engine.options, disk=(), saved_on_host=None, ahead=())
+    planned = budget_of(larger.layout, options, hidden_size=larger.hidden_size, dtype=larger.dtype, costs=costs)
+    return round(planned.device_nbytes / GIB, 3)
+
+
+def page_cache_nbytes() -> int:
+    """Of the machine: what is mapped and shared is counted there, and is not of files."""
+    found = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return 1024 * (int(found["Cached"].split()[0]) - int(found["Shmem"].split()[0]))
 
 
 def _steps(engine: Engine, device: Device, settings: Settings) -> dict[str, object]:

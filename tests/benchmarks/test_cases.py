@@ -9,6 +9,7 @@ import pytest
 from benchmarks.toys import toy
 from cases import MODULES, NotHere, measure, parse_case
 from rules import STREAMED_DOWN, STREAMED_UP
+from targets import targets
 
 TIGHT = 1e-9
 """A norm so small that clipped gradients come near AdamW's epsilon: then a clipped step is another step."""
@@ -59,6 +60,25 @@ def test_a_step_on_disk_reads_and_writes_the_bytes_of_its_plan(line, tmp_path, s
     least = 8 * shares["optimizer"] * found["params"]
     assert 0.9 * least <= written <= read and found["disk_gib"] > 0
     assert line("ours-streamed")["disk_bytes"] == [0, 0]
+
+
+def test_whole_blocks_on_disk_keep_the_device_as_it_is_with_more_of_them(line, tmp_path):
+    found = line(
+        "ours-streamed",
+        **{**SPILLED, "engine": {"saved_on_device": 2}, "update": "deferred"},
+        offload={"blocks": 0.5, "activations": 1.0},
+        offload_dir=str(tmp_path / "disk"),
+        plan_layers=12,
+    )
+    read, written = found["disk_bytes"]
+    assert [read, written] == found["plan_disk_bytes"] and found["params_updated"] == found["params"]
+    assert isinstance(found["direct"], bool) and found["page_cache_mib"] < 1024
+    per_block = 12 * (found["params"] - 512 * 64) / found["num_layers"]
+    assert 2 * per_block < written < 4 * per_block, "all state of half of the blocks, and every saved input"
+    told = [(target.text, target.met) for target in targets([found]) if "peak of the device" in target.text]
+    assert told == [("ours-streamed+disk:deferred, peak of the device over that of the plan with 12 layers", True)] * 2
+    with pytest.raises(SystemExit, match="activations is 0.5 beside blocks, must be 0 or 1"):
+        line("ours-streamed", offload={"blocks": 0.5, "activations": 0.5}, offload_dir=str(tmp_path / "other"))
 
 
 def test_a_resident_step_moves_the_batch_and_the_loss(line):

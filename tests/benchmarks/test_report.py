@@ -32,6 +32,40 @@ def test_what_was_measured_adds_up_and_is_printed(call, tmp_path, capsys):
     assert table(call, markdown=True).count("\n| ") == 4
 
 
+DISK = {"bench": "disk", "ratio": 0.95}
+RATES = [{**DISK, "case": f"loop-{kind}", "gbps": gbps} for kind, gbps in (("read", 2.0), ("write", 1.0), ("mix", 1.5))]
+SLOW = "over the longer of its disk's time and the step without a disk"
+
+
+@pytest.mark.parametrize(
+    ("changes", "missed"),
+    [
+        ({}, []),
+        ({"direct": False}, ["direct I/O"]),
+        ({"page_cache_mib": 1100.0}, ["MiB by which the page cache grew"]),
+        # 3 GB both ways at 1.5 GB/s and 2 GB more to read at 2 GB/s are 3 s
+        ({"step_s": {"median": 3.5}}, ["over the longest of its lanes (disk, 3 s)", SLOW]),
+        ({"step_s": {"median": 3.4}}, [SLOW]),
+        ({"step_s": {"median": 6.0}, "busy": {"compute": 0.9, "disk": 1.0}}, [SLOW]),
+    ],
+    ids=str,
+)
+def test_a_step_on_disk_is_held_to_the_slowest_of_disk_host_and_gpu(changes, missed):
+    line = {**large("ours-streamed", 2.5), "update": "eager", "predicted_step_s": None, "host_before_gib": None}
+    line |= {"options": {"saved_on_device": 8}}
+    on_disk = {"disk_gib": 4.0, "disk_bytes": [3.5e9, 1.5e9], "direct": True, "page_cache_mib": 0.0}
+    on_disk |= {"step_s": {"median": 3.2}, "busy": {"compute": 0.7, "disk": 1.0}}
+    name = "ours-streamed+disk:eager"
+    told = [t for t in targets([*RATES, line, {**line, **on_disk, **changes}]) if name in t.text]
+    assert len(told) == 4
+    assert [t.text.removeprefix(name).lstrip(", ") for t in told if not t.met] == missed
+
+
+def test_the_store_is_held_to_nine_tenths_of_a_plain_loop():
+    lines = [{**DISK, "case": "store-mix", "gbps": 1.4}, {**DISK, "case": "store-read", "gbps": 1.4, "ratio": 0.89}]
+    assert [(t.text[-4:], t.met) for t in targets(lines)] == [("read", False), (" mix", True)]
+
+
 def double(line: dict, key: str) -> None:
     line[key] *= 2
 
