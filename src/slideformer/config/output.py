@@ -30,6 +30,8 @@ class OutputSettings(Settings):
     run_name: str | None = None  # what trackers call the run; null: the name of output_dir
     report_to: tuple[TrackerName, ...] = ()
     logging_steps: int = Field(1, ge=1)
+    verdict_steps: int | None = Field(100, ge=1)  # a sentence about what binds, every so many; null: once
+    trace: bool = False  # what every lane does in some steps, as a Chrome trace and as text
     eval_strategy: Literal["no", "steps", "epoch"] = "no"
     eval_steps: int | None = Field(None, ge=1)
     eval_on_start: bool = False

@@ -28,7 +28,7 @@ from slideformer.train.samples import Samples
 from slideformer.train.saver import Saver
 from slideformer.train.schedule import Schedule
 from slideformer.train.stop import Stopped, StopRequests
-from slideformer.train.timeline import AFTER_STEPS, write_timeline
+from slideformer.train.timeline import AFTER_STEPS, TRACED_STEPS, Tracer, write_timeline
 from slideformer.train.verdict import verdict
 
 
@@ -80,6 +80,7 @@ class Loop:
         self._nonfinite_steps = start.nonfinite_steps
         # The first is replaced by a later one, unless the run is a short one.
         self._drawn = {start.step + 1, min(start.step + 1 + AFTER_STEPS, work.num_steps)}
+        self._tracer = _tracer(work, start.step)
         self._say_what_binds = False
         self._disk = DiskUse(work.engine, work.config.max_disk_writes, before=start.disk_writes)
         self.loss_sum, self.num_losses = 0.0, 0  # of the steps of this process, for the mean
@@ -244,6 +245,10 @@ class Loop:
         if step.number in self._drawn:
             write_timeline(Path(self.work.config.output_dir), step.number, step.result.timeline())
             self._say_what_binds = step.number > self._start.step + 1
+        if every := self.work.config.verdict_steps:
+            self._say_what_binds |= step.number % every == 0
+        if self._tracer is not None and self._tracer.wants(step.number):
+            self._tracer.add(step.number, step.result.timeline())
         due = step.number % self.work.config.logging_steps == 0 or step.number == self.work.num_steps
         if self.callbacks.take("log") or due:
             self.journal.step(self._metrics(step, None if nonfinite else norm), self.work.num_steps)
@@ -339,3 +344,11 @@ def _failure(error: LaneFailure, step: Submitted | None) -> RunFailed:
             "on_nonfinite: skip"
         )
     return RunFailed(f"step {step.number}: {error}")
+
+
+def _tracer(work: Work, done: int) -> Tracer | None:
+    """Of the first ordinary steps of a process, where the config asks for a trace. done: steps before it."""
+    if not work.config.trace:
+        return None
+    first = min(done + 1 + AFTER_STEPS, work.num_steps)
+    return Tracer(Path(work.config.output_dir), first, min(first + TRACED_STEPS - 1, work.num_steps))

@@ -1,4 +1,5 @@
-"""timeline.json: what every lane did during one ordinary step of a run, as it was measured."""
+"""What every lane did during ordinary steps of a run, as it was measured: timeline.json of one step, for the report;
+trace.json for a trace viewer and trace.txt for people, of several joined steps."""
 
 from __future__ import annotations
 
@@ -16,6 +17,9 @@ from slideformer.schedule.simulate import LEGEND, LETTERS, OTHER, Span
 log = logging.getLogger(__name__)
 FILE = "timeline.json"
 AFTER_STEPS = 3  # the first ones of a process warm up allocators and caches
+TRACE, TRACE_TEXT = "trace.json", "trace.txt"
+TRACED_STEPS = 3  # the second has one before and one after it, as most steps have
+TRACE_WIDTH = 150
 SLICES = 2000  # work of one kind that follows within such a part of the step is one stretch: no screen shows more
 
 
@@ -55,6 +59,35 @@ def write_timeline(folder: Path, step: int, timeline: Timeline) -> None:
         files.replace_text(folder / FILE, found.model_dump_json())
     except OSError as error:
         log.warning("%s cannot be written: %s", folder / FILE, error.strerror)
+
+
+class Tracer:
+    """Collects some steps and writes their trace into a run's folder."""
+
+    def __init__(self, folder: Path, first: int, last: int) -> None:
+        """first, last: steps, from 1, both included."""
+        self._folder, self._first, self._last = folder, first, last
+        self._spans: list[Span] = []
+
+    def wants(self, step: int) -> bool:
+        return self._first <= step <= self._last
+
+    def add(self, step: int, timeline: Timeline) -> None:
+        """Steps in their order. A disk that refuses is told of in the log."""
+        self._spans += (span._replace(run=step - self._first) for span in timeline.spans)
+        if step != self._last:
+            return
+        begin = min(span.start_s for span in self._spans)
+        moved = (s._replace(start_s=s.start_s - begin, end_s=s.end_s - begin) for s in self._spans)
+        whole, num = Timeline(tuple(moved)), step - self._first + 1
+        shown = (num - 1) // 2
+        text = f"step {self._first + shown}, and what runs beside it\n\n{whole.text(width=TRACE_WIDTH, run=shown)}\n"
+        for name, content in ((TRACE, whole.chrome_trace()), (TRACE_TEXT, text)):
+            try:
+                files.replace_text(self._folder / name, content)
+            except OSError as error:
+                log.warning("%s cannot be written: %s", self._folder / name, error.strerror)
+        self._spans = []
 
 
 def read_timeline(folder: Path) -> StepTimeline | None:
