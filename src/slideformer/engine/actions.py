@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from slideformer.engine.parameters import ModelActions
 from slideformer.engine.reach import Reach
 from slideformer.engine.run import Run
-from slideformer.kernels.linear_cross_entropy import Softmax, loss_and_grads, loss_only
+from slideformer.kernels.linear_cross_entropy import loss_and_grads, loss_only
 from slideformer.layout import UnitKind
 from slideformer.memory import Cell
 from slideformer.model.decoder import Call, Decoder
@@ -38,15 +39,13 @@ def _taken(cell: Cell) -> Kept:
     return kept
 
 
-class DeviceActions:
+class DeviceActions(ModelActions):
     """Actions of the device lanes. One instance per engine; calls come from several threads, but the model itself is
     only touched by the compute lane."""
 
     def __init__(self, decoder: Decoder, kernels: HostKernels) -> None:
-        self.decoder, self.layout, self._kernels = decoder, decoder.layout, kernels
-        self._softmax = Softmax(decoder.projection.scale, decoder.projection.softcap)
-        self._glue, self._final = self.layout.find(UnitKind.GLUE), self.layout.find(UnitKind.FINAL)
-        self._views: dict[tuple[int, int, bool | None], dict[str, torch.Tensor]] = {}
+        super().__init__(decoder)
+        self._kernels, self._glue = kernels, self.layout.find(UnitKind.GLUE)
 
     def table(self) -> dict[OpKind, Action]:
         return {
@@ -311,45 +310,9 @@ class DeviceActions:
         )
         return hidden, call, rows, glue
 
-    def _params(self, unit: int, flat: torch.Tensor, *, requires_grad: bool) -> dict[str, torch.Tensor]:
-        """Views of a unit's parameters. Slots stay where they are, so the views are made once."""
-        key = (unit, flat.data_ptr(), requires_grad)
-        if key not in self._views:
-            self._views[key] = self.decoder.views(unit, flat, requires_grad=requires_grad)
-        return self._views[key]
-
-    def _final_params(self, reach: Reach, *, requires_grad: bool) -> dict[str, torch.Tensor]:
-        if self._final is None:
-            return {}
-        return self._params(self._final, reach["final"], requires_grad=requires_grad)
-
-    def _bias(self, final: dict[str, torch.Tensor]) -> torch.Tensor | None:
-        name = self.decoder.projection.bias
-        return None if name is None else final[name]
-
     def _grads(self, out: torch.Tensor, leaves: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
         """Gradients of `leaves`; an unused one is an error of torch's, never a silent zero."""
         return list(torch.autograd.grad(out, leaves, grad))
-
-    def _grad_views(self, unit: int, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views of the trained prefix of a unit's gradient, one a parameter, in flat order."""
-        key = (unit, flat.data_ptr(), None)
-        if key not in self._views:
-            layout_unit = self.layout.units[unit]
-            self._views[key] = {
-                p.name: flat.detach()[layout_unit.offsets[p.name] :][: p.numel].view(p.shape)
-                for p in layout_unit.params
-                if p.trainable
-            }
-        return self._views[key]
-
-    def _accumulate(self, unit: int, flat: torch.Tensor, grads: dict[str, torch.Tensor], *, first: bool) -> None:
-        views = self._grad_views(unit, flat)
-        ordered = [grads[name] for name in views]
-        if first:
-            torch._foreach_copy_(list(views.values()), ordered)
-        else:
-            torch._foreach_add_(list(views.values()), ordered)
 
     def _hidden(self, flat: torch.Tensor, run: Run, op: Op) -> torch.Tensor:
         rows, length = run.feed.micro[op.micro].shape

@@ -9,12 +9,11 @@ from collections.abc import Callable
 
 import torch
 
+from slideformer.engine.parameters import ModelActions
 from slideformer.engine.reach import Reach
 from slideformer.engine.run import Run
-from slideformer.kernels.linear_cross_entropy import SlicedLoss, Softmax
-from slideformer.layout import UnitKind
+from slideformer.kernels.linear_cross_entropy import SlicedLoss
 from slideformer.memory import Cell
-from slideformer.model.decoder import Decoder
 from slideformer.schedule import Op, OpKind
 
 
@@ -25,13 +24,8 @@ class _State:
         self.hidden, self.loss, self.bias_sum = hidden, loss, bias_sum
 
 
-class SlicedHeadActions:
+class SlicedHeadActions(ModelActions):
     """Actions of the compute lane."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder, self.layout = decoder, decoder.layout
-        self._softmax = Softmax(decoder.projection.scale, decoder.projection.softcap)
-        self._final = self.layout.find(UnitKind.FINAL)
 
     def table(self) -> dict[OpKind, Callable[[Reach, Run, Op], None]]:
         return {
@@ -49,7 +43,7 @@ class SlicedHeadActions:
         micro, batch, width = run.feed.micro[op.micro], reach["batch"], self.decoder.hidden_size
         rows, length = micro.shape
         hidden = reach["input"][: rows * length * width].view(-1, width).index_select(0, micro.targets.of(batch))
-        params = self._params(reach, requires_grad=False)
+        params = self._final_params(reach, requires_grad=False)
         normed = self.decoder.final(params, hidden)
         labels, denominator = micro.labels.of(batch), float(run.feed.num_target_tokens)
         loss = SlicedLoss(normed, labels, self._softmax, denominator=denominator)
@@ -84,7 +78,7 @@ class SlicedHeadActions:
     @torch.no_grad()
     def close(self, reach: Reach, run: Run, op: Op) -> None:
         targets = run.feed.micro[op.micro].targets.of(reach["batch"])
-        params = self._params(reach, requires_grad="final_grad" in reach)
+        params = self._final_params(reach, requires_grad="final_grad" in reach)
         cell = reach.cell("state")
         (state,), cell.value = _states([cell]), None
         bias = self._bias(params)
@@ -103,7 +97,8 @@ class SlicedHeadActions:
             if bias is not None and bias.requires_grad:
                 assert state.bias_sum is not None
                 by_name[str(self.decoder.projection.bias)] = state.bias_sum
-            self._accumulate(reach["final_grad"], by_name, first=op.micro == 0)
+            assert self._final is not None
+            self._accumulate(self._final, reach["final_grad"], by_name, first=op.micro == 0)
 
     @torch.no_grad()
     def reduce(self, reach: Reach, run: Run, op: Op) -> None:
@@ -132,25 +127,9 @@ class SlicedHeadActions:
         """First row, [Vs, H] weights and [Vs] bias of the tile."""
         tile, width = self.layout.tiles(op.unit)[op.tile], self.decoder.hidden_size
         first_row, num_rows = tile.start // width, tile.numel // width
-        bias = self._bias(self._params(reach, requires_grad=False))
+        bias = self._bias(self._final_params(reach, requires_grad=False))
         part = None if bias is None else bias[first_row : first_row + num_rows]
         return first_row, reach["weights"][: tile.numel].view(-1, width), part
-
-    def _params(self, reach: Reach, *, requires_grad: bool) -> dict[str, torch.Tensor]:
-        if self._final is None:
-            return {}
-        return self.decoder.views(self._final, reach["final"], requires_grad=requires_grad)
-
-    def _bias(self, params: dict[str, torch.Tensor]) -> torch.Tensor | None:
-        name = self.decoder.projection.bias
-        return None if name is None else params[name]
-
-    def _accumulate(self, flat: torch.Tensor, grads: dict[str, torch.Tensor], *, first: bool) -> None:
-        assert self._final is not None
-        unit = self.layout.units[self._final]
-        for name, grad in grads.items():
-            target = flat[unit.offsets[name] :][: grad.numel()].view(grad.shape)
-            target.copy_(grad) if first else target.add_(grad)
 
 
 def _states(cells: list[Cell]) -> list[_State]:
