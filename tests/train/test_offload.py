@@ -17,6 +17,7 @@ from slideformer.errors import BadInput, DoesNotFit, RunFailed
 from slideformer.memory import DiskFolder, size
 from slideformer.train import trainer
 from slideformer.train.console import PlainConsole
+from slideformer.train.disk_use import written_before
 from slideformer.train.only import dry_run
 from slideformer.train.plan import plan_run
 from slideformer.train.setup import require_gds
@@ -155,6 +156,18 @@ def test_max_disk_writes_counts_what_earlier_starts_of_the_run_have_written(conf
     anew = {**every, "resume_from_checkpoint": False, "output_dir": str(tmp_path / "anew"), "max_steps": 1}
     run(config_for(**anew))
     assert json.loads((tmp_path / "anew" / "run.json").read_text())["disk_writes"] == written[-1]
+
+
+def test_what_a_killed_run_has_logged_counts_and_only_where_it_is_gone_on_with(config_for, tmp_path) -> None:
+    config = config_for(offload_dir="tier", resume_from_checkpoint="auto")
+    assert written_before(config, 0) == 0
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "run.json").write_text('{"disk_writes": 2000}')
+    assert written_before(config, 1000) == 2000 and written_before(config, 3000) == 3000
+    (out / "metrics.jsonl").write_text('{"loss": 1}\n{"nvme_written_gb": 4.5e-6}\n{"nvme_written_gb": 0.0')
+    assert written_before(config, 3000) == 4500
+    assert written_before(config_for(offload_dir="tier"), 3000) == 0
 
 
 def test_a_run_says_at_its_start_what_lies_on_disk_and_what_it_will_write(config_for, tmp_path) -> None:

@@ -8,12 +8,15 @@ import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slideformer.cli.arguments import Debug, Json
 from slideformer.cli.exits import told_in_one_sentence
+
+if TYPE_CHECKING:
+    from slideformer.device import Device
 
 WIDTH = 80
 DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
@@ -65,10 +68,10 @@ def _examine(name: str, offload_dir: Path | None) -> Iterator[tuple[str, object]
         yield "upload_gbps", link.upload / 1e9
         yield "download_gbps", link.download / 1e9
         yield "both_ways_gbps", link.both / 1e9
-    yield "disk", _disk(offload_dir)
+        yield "disk", _disk(offload_dir, device)
 
 
-def _disk(offload_dir: Path | None) -> dict[str, object] | None:
+def _disk(offload_dir: Path | None, device: Device) -> dict[str, object] | None:
     """Of the file system under a folder, which need not be there; in a folder of its own that is removed again."""
     if offload_dir is None:
         return None
@@ -85,20 +88,29 @@ def _disk(offload_dir: Path | None) -> dict[str, object] | None:
             rates = disk_rates(folder)
             facts: dict[str, object] = {f"{w}_gbps": r / 1e9 for w, r in dataclasses.asdict(rates).items()}
             facts |= {"folder": str(there), "direct": folder.direct, "free_gib": free_nbytes(there) / 2**30}
-            return facts | {"gds": _gds()}
+        return facts | _gds(inside, device)
     finally:
         inside.rmdir()
 
 
-def _gds() -> str | None:
-    """How the disk and the GPU would move data; None without kvikio."""
+def _gds(inside: Path, device: Device) -> dict[str, object]:
+    """How the disk and the GPU would move data, and how fast where there is one; None without kvikio."""
+    import torch
+
     from slideformer.errors import BadInput
+    from slideformer.memory import DiskFolder, disk_rates
     from slideformer.memory.disk_gds import Gds
+    from slideformer.memory.disk_rates import EXTENT_NBYTES
 
     try:
-        return "real" if Gds(threads=1, block_nbytes=1 << 20).real else "emulated through host memory"
+        way = "real" if Gds(threads=1, block_nbytes=1 << 20).real else "emulated through host memory"
     except BadInput:
-        return None
+        return {"gds": None}
+    if device.kind == "cpu":
+        return {"gds": way}
+    with DiskFolder(inside, gds=True) as folder:
+        rates = disk_rates(folder, memory=lambda: device.empty(EXTENT_NBYTES, torch.uint8))
+    return {"gds": way, "gds_read_gbps": rates.read / 1e9, "gds_write_gbps": rates.write / 1e9}
 
 
 def _blocks(kernels: object) -> str:
@@ -144,7 +156,10 @@ def _text(facts: dict[str, object]) -> str:
         told = f"{disk['read_gbps']:.2f} read, {disk['write_gbps']:.2f} written, both at once "
         told += f"{disk['both_read_gbps']:.2f} and {disk['both_write_gbps']:.2f} GB/s ({way}); "
         told += f"{disk['free_gib']:.0f} GiB free at {disk['folder']}; "
-        rows.append(("disk", told + f"GPUDirect Storage: {disk['gds'] or 'needs kvikio'}"))
+        told += f"GPUDirect Storage: {disk['gds'] or 'needs kvikio'}"
+        if "gds_read_gbps" in disk:
+            told += f", {disk['gds_read_gbps']:.2f} read, {disk['gds_write_gbps']:.2f} written"
+        rows.append(("disk", told))
     return "\n".join(
         textwrap.fill(value, WIDTH, initial_indent=f"{name:<13} ", subsequent_indent=" " * 14) for name, value in rows
     )

@@ -27,11 +27,14 @@ class DiskRates:
     both_write: float
 
 
-def disk_rates(folder: DiskFolder, *, seconds: float = 1.0) -> DiskRates:
+def disk_rates(
+    folder: DiskFolder, *, seconds: float = 1.0, memory: Callable[[], torch.Tensor] | None = None
+) -> DiskRates:
     """Write, read, and do both at once, in a file of 256 MiB that is removed again: for about `seconds`, or as long as
-    it takes to move 320 MiB. Blocks. Raises DoesNotFit, DiskFault."""
-    each = seconds / 4
-    source, target = _memory().random_(0, 255), _memory()
+    it takes to move 320 MiB. memory: makes uint8 [EXTENT_NBYTES], on a GPU where the folder has gds; None: the host's.
+    Blocks. Raises DoesNotFit, DiskFault."""
+    each, made = seconds / 4, memory or _memory
+    source, target = made().random_(0, 255), made()
     file = folder.file("rates", [EXTENT_NBYTES] * NUM_EXTENTS)
     try:
         num = _moved(file.write, source, range(NUM_EXTENTS), each, once=True).count  # slower than any later time

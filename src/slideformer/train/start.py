@@ -35,7 +35,10 @@ def _on_disk(work: Work, start: Progress) -> str:
     listed = ", ".join(f"{term} {size(nbytes)}" for term, nbytes in terms)
     read, written = engine.disk_reads_per_step / 1e9, engine.disk_writes_per_step / 1e9
     before = f", after {start.disk_writes / 1e12:.3g} TB by earlier starts" if start.disk_writes else ""
+    gds = engine.folder.gds if engine.folder is not None else None
+    straight = "" if gds is None else f", GPUDirect Storage {'real' if gds.real else 'emulated'}"
     return (
-        f"on disk in {work.config.offload_dir}: {size(engine.budget.disk_nbytes)} ({listed}); a step reads {read:.3g} "
-        f"GB and writes {written:.3g} GB, {steps:,} steps write {steps * written / 1e3:.3g} TB{before}"
+        f"on disk in {work.config.offload_dir}: {size(engine.budget.disk_nbytes)} ({listed}){straight}; "
+        f"a step reads {read:.3g} GB and writes {written:.3g} GB, {steps:,} steps write {steps * written / 1e3:.3g} TB"
+        f"{before}"
     )
