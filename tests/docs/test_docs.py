@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -142,6 +143,7 @@ TRIGGERS: dict[str, list[str]] = {  # heading of troubleshooting.md -> words tha
     "does not exist": ["dataset=nowhere.jsonl"],
     "can be used, of": ["dataset=empty.jsonl"],
     "not valid JSON": ["dataset=torn.jsonl"],
+    "leads out of its folder": ["dataset=links"],
     "this run needs": ["max_host_memory=1MiB"],
     "Look at these rows, lower learning_rate": [
         *("learning_rate=1e38", "warmup_steps=0", "max_grad_norm=0", "lr_scheduler_type=constant"),
@@ -178,6 +180,8 @@ ELSEWHERE = {  # tried where they are made
     "has files that are not an earlier export's": "train/export.py",
     "lines are missing until there is room": "train/lines.py",
     "standard output cannot be written": "cli/exits.py",
+    "have no effect": "model/sampling.py",
+    "triton is not installed": "model/elementwise.py",
 }
 
 
@@ -191,7 +195,10 @@ class Refusing:
 @pytest.fixture
 def trouble(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Everything that the triggers name."""
-    monkeypatch.setattr("slideformer.train.trackers.importlib.util.find_spec", lambda name: name != "mlflow" or None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "mlflow" else find(name, *more)
+    )
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", Refusing)
     make_model(place / "with-dropout", attention_dropout=0.1)
     (make_model(place / "pickled") / "model.safetensors").rename(place / "pickled/pytorch_model.bin")
@@ -199,6 +206,8 @@ def trouble(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (place / f"{name}.jsonl").write_text(text + "\n")
     text = "model_name_or_path: my-model\ndataset: data.jsonl\noutput_dir: out\nmax_length: 128\nmax_steps: 2\n"
     (place / "train.yaml").write_text(text)
+    (place / "links").mkdir()
+    (place / "links/rows.jsonl").symlink_to(place / "data.jsonl")
     return place
 
 

@@ -46,8 +46,8 @@ class Sampling:
         given = [f"top_k: {self.top_k}"] * (self.top_k > 0) + [f"top_p: {self.top_p}"] * (self.top_p < 1)
         if self.temperature == 0 and given:
             raise BadInput(
-                f"temperature is 0, which always takes the likeliest token, so {' and '.join(given)} would have no "
-                "effect: set a temperature above 0 too, or leave them out"
+                f"temperature is 0, which always takes the likeliest token, so {' and '.join(given)} "
+                "would have no effect: set a temperature above 0 too, or leave them out"
             )
 
 
