@@ -284,8 +284,9 @@ def test_gds_without_kvikio_is_refused_before_the_data_is_read(config_for, monke
         run(config)
 
 
-def test_a_folder_that_another_run_uses_is_refused_before_anything_is_written(config_for, tmp_path) -> None:
+def test_a_folder_that_another_run_uses_is_refused_before_anything_is_read_or_written(config_for, tmp_path) -> None:
     with DiskFolder(tmp_path / "tier"):
-        with pytest.raises(BadInput, match="tier is used by a run that is at work"):
-            run(config_for(**RUN, **NVME, offload_dir=str(tmp_path / "tier")))
+        for found in ({}, {"dataset": "not-there.jsonl"}):
+            with pytest.raises(BadInput, match="tier is used by a run that is at work"):
+                run(config_for(**RUN, **NVME, **found, offload_dir=str(tmp_path / "tier")))
         assert [path.name for path in (tmp_path / "tier").iterdir()] == ["slideformer.lock"]

@@ -11,6 +11,7 @@ from slideformer.config import TrainConfig
 from slideformer.engine import Engine
 from slideformer.errors import BadInput
 from slideformer.memory import size
+from slideformer.memory.disk_look import look_at
 from slideformer.train.metrics import METRICS
 from slideformer.train.record import DISK_WRITES
 from slideformer.train.record import FILE as RUN
@@ -54,6 +55,17 @@ class DiskUse:
             f"{size(self.written)} were written to offload_dir,{before} and further steps would pass max_disk_writes "
             f"({size(self._max_writes or 0)})"
         )
+
+
+def require_offload_dir(config: TrainConfig) -> None:
+    """Raise BadInput where a run that is certain to need offload_dir could not have it now. One that may remove what is
+    left there also waits for the end of another, so that it is not known yet."""
+    shares = (config.optimizer_on_disk, config.weights_on_disk, config.activations_on_disk)
+    if config.offload_dir is None or config.reuse_offload_dir or not any(shares):
+        return
+    refusal = look_at(Path(config.offload_dir), reuse=False).refusal
+    if refusal is not None:
+        raise BadInput(refusal)
 
 
 def written_before(config: TrainConfig, checkpoints: int) -> int:

@@ -31,6 +31,7 @@ from slideformer.train.callbacks import Callbacks, State
 from slideformer.train.card import Facts
 from slideformer.train.checkpoint import Damaged, Progress, folder_name
 from slideformer.train.console import Console, open_console
+from slideformer.train.disk_use import require_offload_dir
 from slideformer.train.evaluation import Sets, evaluate
 from slideformer.train.generate import Completion, complete
 from slideformer.train.hub import push, require_hub
@@ -257,6 +258,7 @@ class Trainer:
         inputs, config = self._inputs, self.args
         require_device(config.device)
         require_gds(config, device_kind(config))
+        require_offload_dir(config)
         require_trackers(config)
         if config.push_to_hub:
             require_hub(config.repo_id)
