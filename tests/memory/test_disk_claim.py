@@ -95,6 +95,14 @@ def test_nothing_is_taken_over_where_the_claim_does_not_list_all_there_is(other_
     assert {path: path.stat().st_ino for path in (tmp_path / "d").iterdir()} == before
 
 
+def test_a_run_that_was_killed_before_it_could_say_anything_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "slideformer.lock").touch()
+    with DiskFolder(tmp_path / "d", reuse=True) as folder:
+        folder.file("a", [NBYTES]).write(0, noise(NBYTES, 0))
+    assert list((tmp_path / "d").iterdir()) == [], "nobody knows who made the folder, so it stays"
+
+
 def test_what_was_kept_on_purpose_is_not_taken_over(tmp_path: Path) -> None:
     with DiskFolder(tmp_path / "d", keep=True) as folder:
         folder.file("a", [NBYTES])

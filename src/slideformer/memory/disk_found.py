@@ -124,6 +124,8 @@ def take_over(path: Path) -> tuple[int, Claimed]:
 
 
 def read_claim(lock: int) -> Claimed:
+    if os.fstat(lock).st_size == 0:  # its run was killed before it could make anything
+        return Claimed("which one is not known", files={})
     try:
         told = json.loads(os.pread(lock, 1 << 16, 0))
         holder = f"process {told['pid']} on {told['host']} since {told['start']}"
