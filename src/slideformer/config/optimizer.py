@@ -32,6 +32,7 @@ class StepSettings(Settings):
     """What a step takes of the data, and how many there are."""
 
     per_device_train_batch_size: int = Field(1, ge=1)
+    auto_find_batch_size: bool = False  # what has no room goes in parts; a step has as many rows
     per_device_eval_batch_size: int = Field(0, ge=0)  # 0: as in training
     gradient_accumulation_steps: int = Field(1, ge=1)
     num_train_epochs: float = Field(1.0, gt=0)

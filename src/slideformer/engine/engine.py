@@ -19,7 +19,7 @@ from slideformer.device import Device, Mark
 from slideformer.engine.actions import DeviceActions
 from slideformer.engine.costs import Costs, disk_traffic, predicted_s
 from slideformer.engine.executor import Executor, writes_state
-from slideformer.engine.feed import Feed, build_feed
+from slideformer.engine.feed import Feed, build_feed, in_parts
 from slideformer.engine.fit import listed
 from slideformer.engine.generation import Generated, Generation, Told, shape_of
 from slideformer.engine.host_actions import HostActions
@@ -66,6 +66,7 @@ class Engine:
                 held.callback(self.kernels.close)
             settled = settle(options, decoder, device, self.kernels)
             self.options = options = settled.options
+            self._shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
             self.budget, self.costs = settled.budget, settled.costs
             if options.uses_disk:
                 through_host = device.kind == "cpu"  # whose memory is the device's: there is nothing to go around
@@ -180,6 +181,7 @@ class Engine:
         """
         if not 0 <= lr < math.inf:
             raise BadInput(f"the learning rate is {lr}, must be a finite number of at least 0")
+        batch = self._in_parts(batch)
         feed = self._feed(batch)
         if feed.num_target_tokens == 0:
             raise BadInput("the batch has no target tokens: every label is -100, or every row is one token long")
@@ -187,6 +189,7 @@ class Engine:
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> tuple[float, int]:
         """(sum of the target tokens' cross entropies, number of target tokens). Changes nothing; blocks."""
+        batch = self._in_parts(batch)
         feed = self._feed(batch)
         if feed.num_target_tokens == 0:
             return 0.0, 0
@@ -211,6 +214,10 @@ class Engine:
         if self._generation is not None:
             self._generation.close()
             self._generation = None
+
+    def _in_parts(self, batch: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """As the engine takes it, if it was to find that out."""
+        return in_parts(batch, self.options.micro_batch_size) if self.options.find_micro_batch else batch
 
     def _feed(self, batch: Sequence[MicroBatch]) -> Feed:
         return build_feed(

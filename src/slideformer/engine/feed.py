@@ -102,6 +102,16 @@ def build_feed(
     )
 
 
+def in_parts(batch: Sequence[MicroBatch], rows: int) -> list[MicroBatch]:
+    """The same rows in micro-batches of at most so many."""
+
+    def part(micro: MicroBatch, start: int) -> MicroBatch:
+        columns = (micro.input_ids, micro.labels, micro.attention_mask, micro.position_ids)
+        return MicroBatch(*(None if column is None else column[start : start + rows] for column in columns))
+
+    return [part(micro, start) for micro in batch for start in range(0, micro.input_ids.shape[0], rows)]
+
+
 class Flat:
     """Collects tensors that will lie one behind the other."""
 

@@ -39,7 +39,8 @@ class EngineOptions:
     max_grad_norm: 0 is off; anything else needs the deferred update. on_nonfinite "skip" leaves the state as it was and
     goes on, and needs the deferred update too. cpu_threads: of the update; None is every CPU but one on CUDA, every CPU
     otherwise. max_gpu_memory, max_host_memory: bytes that the engine may allocate there; None is what the machine has.
-    ignore_memory_limits: warn and go on where a limit will be exceeded.
+    ignore_memory_limits: warn and go on where a limit will be exceeded. find_micro_batch: where micro-batches of this
+    size have no room, each is taken as several smaller ones.
     What lies where; "auto" is what has room and is fastest on CUDA, and on the CPU nothing out of the ordinary. Units
     are indices into the layout. saved_on_device: hidden states that stay on the device (None: all that there are).
     ahead: units that the deferred update writes ahead of the verdict, into a second copy of their state. late: blocks
@@ -73,6 +74,7 @@ class EngineOptions:
     max_gpu_memory: int | None = None
     max_host_memory: int | None = None
     ignore_memory_limits: bool = False
+    find_micro_batch: bool = False
     ahead: tuple[int, ...] | Literal["auto"] = "auto"
     late: tuple[int, ...] | Literal["auto"] = "auto"
     sliced_head: bool | Literal["auto"] = "auto"

@@ -14,6 +14,7 @@ from slideformer.engine.offload import HostRoom, offloaded
 from slideformer.engine.options import EngineOptions
 from slideformer.engine.placement import Room, place
 from slideformer.engine.probe import probe
+from slideformer.errors import DoesNotFit
 from slideformer.memory import Budget
 from slideformer.model.decoder import Decoder
 from slideformer.native import HostKernels
@@ -33,7 +34,36 @@ class Settled:
 
 @collector_put_off()
 def settle(options: EngineOptions, decoder: Decoder, device: Device, kernels: HostKernels) -> Settled:
-    """Raises BadInput, and DoesNotFit where there is no room for it."""
+    """Raises BadInput, and DoesNotFit where there is no room for it, as it was given."""
+    trial, failed = options, None
+    while trial is not None:
+        try:
+            found = _settle(trial, decoder, device, kernels)
+        except DoesNotFit as error:
+            failed = failed or error
+            trial = halved(trial) if options.find_micro_batch else None
+        else:
+            if trial is not options:
+                log.warning(
+                    "micro-batches of %d rows have no room here: each is taken as %d of %d",
+                    options.micro_batch_size,
+                    trial.micro_batches // options.micro_batches,
+                    trial.micro_batch_size,
+                )
+            return found
+    assert failed is not None
+    raise failed
+
+
+def halved(options: EngineOptions) -> EngineOptions | None:
+    """Twice as many micro-batches of half as many rows; None where they have one."""
+    if options.micro_batch_size == 1:
+        return None
+    rows = -(-options.micro_batch_size // 2)
+    return replace(options, micro_batch_size=rows, micro_batches=2 * options.micro_batches)
+
+
+def _settle(options: EngineOptions, decoder: Decoder, device: Device, kernels: HostKernels) -> Settled:
     if device.kind == "cpu":
         host_nbytes = host_room(options.max_host_memory).nbytes
         budgets = budgets_of(decoder, None)

@@ -13,9 +13,9 @@ from slideformer.engine import EngineOptions, require_fit
 from slideformer.engine.costs import ASSUMED, Costs, Rates, assumed, cost_of, disk_traffic, largest_block_numel
 from slideformer.engine.fit import Budgets, host_room
 from slideformer.engine.placement import Room, place, placed
-from slideformer.engine.settle import budgets_of, saved_beside, with_disk
+from slideformer.engine.settle import budgets_of, halved, saved_beside, with_disk
 from slideformer.errors import BadInput
-from slideformer.memory import Budget, size
+from slideformer.memory import Budget, Limit, size
 from slideformer.memory.disk import no_room
 from slideformer.memory.disk_look import DiskLook, look_at
 from slideformer.model.decoder import Decoder
@@ -89,6 +89,7 @@ class RunPlan:
             "device_kind": self.device_kind,
             "dtype": str(self.decoder.dtype).removeprefix("torch."),
             "update": self.options.update,
+            "micro_batch_size": self.options.micro_batch_size,
             "slot_share": self._slot_share(),
             "device_nbytes": self.budget.device_nbytes,
             "host_nbytes": self.budget.host_nbytes,
@@ -177,7 +178,8 @@ class RunPlan:
             *self._disk_lines(),
             "",
             f"a step of {config.per_device_train_batch_size} x {config.gradient_accumulation_steps} sequences of "
-            f"{config.max_length} tokens: {step_s:.3g} s, {self.tokens_per_step / step_s:,.0f} tokens/s,",
+            f"{config.max_length} tokens{self._parts()}: {step_s:.3g} s, "
+            f"{self.tokens_per_step / step_s:,.0f} tokens/s,",
             f"expected at {rates.flops / 1e12:.3g} TFLOP/s, {rates.link_nbytes / 1e9:.3g} GB/s each way, "
             f"{rates.update_numel / 1e9:.3g} G parameters/s updated"
             + (f", disk {rates.disk_nbytes / 1e9:.3g} GB/s" if self.budget.disk else ""),
@@ -196,6 +198,12 @@ class RunPlan:
 
     def _placed(self) -> str:
         return placed(self.decoder.layout, self.options.step_options(self.decoder.layout, self.decoder.dtype))
+
+    def _parts(self) -> str:
+        """auto_find_batch_size: how many rows are taken together, if fewer than the config says."""
+        rows = self.options.micro_batch_size
+        given = max(self.config.per_device_train_batch_size, self.config.eval_batch_size)
+        return f", {rows} at a time" if rows < given else ""
 
     def _slot_share(self) -> float:
         """Blocks' slots as a share of all weights."""
@@ -229,11 +237,15 @@ def plan_run(
         flops=flops, link_nbytes=link_nbytes, update_numel=update_numel, disk_nbytes=disk_nbytes
     )
     given = engine_options(config)
-    shape = given.batch_shape(decoder.hidden_size, decoder.dtype)
-    costs = assumed(decoder.layout, shape, rates)
+    options, costs, budgets = first = _sized(given, decoder, rates, kind)
+    while given.find_micro_batch and not _fits(options, budgets, kind):
+        if (smaller := halved(given)) is None:
+            options, costs, budgets = first  # which is what does not fit
+            break
+        given = smaller
+        options, costs, budgets = _sized(given, decoder, rates, kind)
+    shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
     beside = costs if kind == "cuda" else None
-    budgets = budgets_of(decoder, beside)
-    options = _settled(given, decoder, costs, kind, budgets)
     step_options = options.step_options(decoder.layout, decoder.dtype)
     plan = build_step(decoder.layout, step_options, ops=budgets.step_ops(options))
     prove(plan, decoder.layout, step_options)
@@ -243,6 +255,19 @@ def plan_run(
     if found.disk and config.offload_dir is not None:
         look = look_at(Path(config.offload_dir), reuse=config.reuse_offload_dir)
     return RunPlan(config, kind, decoder, options, found, rates, beside, timeline, traffic, look)
+
+
+def _sized(options: EngineOptions, decoder: Decoder, rates: Rates, kind: str) -> tuple[EngineOptions, Costs, Budgets]:
+    """With micro-batches of the size that is given."""
+    costs = assumed(decoder.layout, options.batch_shape(decoder.hidden_size, decoder.dtype), rates)
+    budgets = budgets_of(decoder, costs if kind == "cuda" else None)
+    return _settled(options, decoder, costs, kind, budgets), costs, budgets
+
+
+def _fits(options: EngineOptions, budgets: Budgets, kind: str) -> bool:
+    found, gpu = budgets.of(options), options.max_gpu_memory
+    device = None if gpu is None or kind == "cpu" else Limit(gpu, "max_gpu_memory")
+    return (found.on_one_tier() if kind == "cpu" else found).fits(device, host_room(options.max_host_memory))
 
 
 def _settled(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str, budgets: Budgets) -> EngineOptions:

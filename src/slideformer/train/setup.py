@@ -81,6 +81,7 @@ def engine_options(config: TrainConfig) -> EngineOptions:
         micro_batch_size=max(config.per_device_train_batch_size, config.eval_batch_size),
         max_length=config.max_length,
         micro_batches=config.gradient_accumulation_steps,
+        find_micro_batch=config.auto_find_batch_size,
         window=config.window,
         grad_slots=config.grad_slots,
         ring=config.ring,
