@@ -32,9 +32,11 @@ class StoredTile:
         self._file, self._extent, self.numel, self.dtype, self.num_writes = file, extent, numel, dtype, 0
 
     def read(self, into: torch.Tensor) -> None:
-        """Fill the first `numel` elements. into: 1-D, `dtype`, host. Blocks; raises DiskFault."""
+        """Fill the first `numel` elements. into: 1-D, `dtype`, host, or on a GPU where the folder has gds. Blocks;
+        raises DiskFault."""
         if self.num_writes == 0:
             into[: self.numel].zero_()
+            into[:1].cpu()  # on a GPU it was only launched
         else:
             self._file.read(self._extent, into[: self.numel])
 
