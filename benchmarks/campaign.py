@@ -6,8 +6,9 @@ CALLS is a file with a call a line: words of step.py, such as `--batch 32 --case
 fsdp2`; # begins a comment. Lines are what step.py writes, with a `run` for each call, in the order of the file; calls
 of one `--run NAME` share theirs, so that slow peers may come last. All cases of ours are measured in one process, one
 engine after another over the same host memory (pool.py), so that only the first of them can say what it took there; all
-of the stock model in another; every peer in one of its own that ends with its call. `optimizer` and `link` are measured
-once, for all calls that name them. calls/ has files for machines that docs/performance.md speaks of.
+of the stock model in another; every peer in one of its own, which ends with its call, and before which that of ours
+ends: it holds memory. `optimizer` and `link` are measured once, for all calls that name them. calls/ has files for
+machines that docs/performance.md speaks of.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class Campaign:
             if kind not in LASTING:
                 self._end_peers(but=kind)
                 if "ours" in self._workers:  # a peer needs the memory
-                    self._workers["ours"].ask({"free": True}, None)
+                    self._workers.pop("ours").close()
             answer = self._worker(kind).ask({"number": number, "run": call.run, "case": name}, self.timeout_s)
             if answer is None:
                 self._workers.pop(kind)
@@ -207,9 +208,6 @@ class Ours:
         measured = measure(settings)
         return measured | ({} if self._num == 1 else {"host_before_gib": None})
 
-    def free(self) -> None:
-        self.pool.free()
-
 
 class Others:
     """The stock model, or a peer. FSDP2's model is built once for cases that differ in their clipping alone."""
@@ -232,9 +230,6 @@ class Others:
         self._peer.settings = settings
         return run(self._peer, settings)
 
-    def free(self) -> None:
-        pass
-
 
 def worker(kind: str, calls: list[Call], out: str | None) -> int:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -247,10 +242,6 @@ def worker(kind: str, calls: list[Call], out: str | None) -> int:
 
     measurer = Ours(calls) if kind == "ours" else Others()
     for told in _told():
-        if told.get("free"):
-            measurer.free()
-            answers.write('{"status": 0, "told": ""}\n')
-            continue
         call, name = calls[int(told["number"])], str(told["case"])
         status, text = 0, ""
         if torch.cuda.is_available():
