@@ -29,7 +29,7 @@ from slideformer.train import checkpoint, retention  # noqa: E402
 STEPS = 24
 EVALUATIONS = {"val_size": 4, "eval_strategy": "steps", "eval_steps": 7, "per_device_eval_batch_size": 2}
 MOMENTS = ("anywhere", "start", "save", "save", "rotation", "rotation", "term")
-UNITS_OF_THE_MACHINE = ("_pct", "_gib", "_gbps")
+UNITS_OF_THE_MACHINE = ("_pct", "_gib", "_gb", "_gbps")
 TIMES = ("tokens_per_second", "step_time", "eta_seconds", "tflops", "mfu")
 
 
@@ -58,12 +58,7 @@ def state_of(folder: Path) -> dict[str, bytes]:
 def metrics_of(out: Path) -> list[dict]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [
-        {
-            k: v
-            for k, v in line.items()
-            if k not in TIMES and not k.endswith("_pct") and not k.endswith(("_gib", "_gbps"))
-        }
-        for line in lines
+        {k: v for k, v in line.items() if k not in TIMES and not k.endswith(UNITS_OF_THE_MACHINE)} for line in lines
     ]
 
 
