@@ -154,6 +154,16 @@ def test_an_early_end_keeps_what_there_is(slideformer, toy, in_the_middle, act, 
     assert found["exit_code"] == code and found["error"] in done.stderr
 
 
+def test_a_ctrl_c_before_there_is_anything_is_an_object_too(slideformer, toy, monkeypatch) -> None:
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slideformer.train.generate.check_parity", interrupted)
+    done = slideformer(*calls(toy, "--json"))
+    assert (done.returncode, done.stderr) == (130, "stopped by Ctrl-C\n")
+    assert json.loads(done.stdout) == {"status": "stopped", "error": "stopped by Ctrl-C", "exit_code": 130}
+
+
 def test_what_is_finished_is_written_while_others_go_on(slideformer, toy, tmp_path, monkeypatch, capfd) -> None:
     """So a process that is killed has lost nothing of it. The first prompt ends at its first token."""
     folder = tmp_path / "ends"
