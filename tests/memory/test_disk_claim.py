@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from memory.pages import noise
 from slideformer.errors import BadInput
 from slideformer.memory import DiskFolder
+from slideformer.memory.disk_found import take_over
 
 NBYTES = 10000
 
@@ -101,6 +103,16 @@ def test_a_run_that_was_killed_before_it_could_say_anything_is_taken_over(tmp_pa
     with DiskFolder(tmp_path / "d", reuse=True) as folder:
         folder.file("a", [NBYTES]).write(0, noise(NBYTES, 0))
     assert list((tmp_path / "d").iterdir()) == [], "nobody knows who made the folder, so it stays"
+
+
+def test_nothing_is_taken_over_while_another_holds_the_claim(other_run: int, tmp_path: Path) -> None:
+    os.kill(other_run, signal.SIGKILL)
+    os.waitid(os.P_PID, other_run, os.WEXITED | os.WNOWAIT)
+    with (tmp_path / "d" / "slideformer.lock").open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(BadInput, match="another run has just taken offload_dir"):
+            take_over(tmp_path / "d")
+    assert (tmp_path / "d" / "a").exists()
 
 
 def test_what_was_kept_on_purpose_is_not_taken_over(tmp_path: Path) -> None:

@@ -254,7 +254,9 @@ def test_plan_and_dry_run_refuse_what_a_run_would(config_for, tmp_path, monkeypa
     dry_run(again, PlainConsole(io.StringIO())).plan.require_fit()
     assert sorted(path.name for path in tier.iterdir()) == ["slideformer.lock", "weight"], "only a run removes it"
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=free.f_frsize))
-    needs = plan_run(again).budget.disk_nbytes / 2**30
+    found = plan_run(again)
+    assert found.look.nbytes >= free.f_frsize + (1 << 20), "what a run would remove first counts as free"
+    needs = found.budget.disk_nbytes / 2**30
     assert refusals(again).startswith(
         f"DoesNotFit: {tier} needs {needs:.2f} GiB and 0.00 GiB are free there: free some"
     )
