@@ -78,3 +78,12 @@ def test_residents_that_lie_apart_are_worth_a_tenth_of_a_step():
     rest = tuple(u for u in found.resident if u not in blocks)
     together = replace(found, resident=tuple(sorted((*rest, *lowest))), late=())
     assert 4 < len(blocks) < 28 and room.step_s(together) > 1.1 * room.step_s(found)
+
+
+@pytest.mark.parametrize(("limit_gib", "slices"), [(5, True), (24, False)])
+def test_the_projection_passes_in_slices_where_what_it_leaves_is_worth_more(limit_gib, slices):
+    room = room_of("llama-3.2-1b", 4, limit_gib, "eager")
+    found = place(room)
+    whole = place(replace(room, options=replace(room.options, sliced_head=False)))
+    assert room.used(whole) <= room.limit and found.sliced_head is slices
+    assert (room.step_s(whole) > 1.02 * room.step_s(found)) is slices
