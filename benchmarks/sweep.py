@@ -138,9 +138,11 @@ def _by_the_clock(engine: Engine, options: EngineOptions) -> list[tuple[str, Eng
         return found
     nbytes = options.max_gpu_memory or torch.cuda.get_device_properties(0).total_memory
     room = Room(engine.layout, options, engine.costs, engine.decoder.hidden_size, engine.decoder.dtype, nbytes)
-    sliced = engine.options.sliced_head
-    found = [(name, replace(hand, sliced_head=sliced)) for name, hand in found if hand != engine.options]
-    fitting = [(name, hand) for name, hand in found if room.used(hand) <= nbytes]
+    heads = {engine.options.sliced_head, False}
+    found = [
+        (name + ", sliced head" * sliced, replace(hand, sliced_head=sliced)) for name, hand in found for sliced in heads
+    ]
+    fitting = [(name, hand) for name, hand in found if hand != engine.options and room.used(hand) <= nbytes]
     return sorted(fitting, key=lambda one: room.step_s(one[1]))
 
 
