@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from slideformer.engine.costs import UPDATE_NBYTES
 from slideformer.layout import Layout
 from slideformer.schedule import Op, OpKind, Timeline
-from slideformer.schedule.ops import LaneName
+from slideformer.schedule.ops import DISK_LANES, LaneName
 
 FORWARD = frozenset({OpKind.EMBED, OpKind.PICK_ROWS, OpKind.FORWARD, OpKind.FORWARD_KEEP, OpKind.HEAD, OpKind.HEAD_SEE})
 """The head with its gradients among them, as in the stock model's forward with a fused loss."""
@@ -44,7 +44,10 @@ class Sizes:
         return self.num_rows / self.layout.units[0].params[0].shape[0]
 
     def copied_nbytes(self, op: Op) -> int:
-        """Bytes that an op moves over the link; words of a few bytes (norms, the loss) are left out."""
+        """Bytes that an op moves over the link; words of a few bytes (norms, the loss) are left out, and what GPUDirect
+        Storage moves past the host (emulated, it crosses the link all the same)."""
+        if op.lane in DISK_LANES:
+            return 0
         match op.kind:
             case OpKind.UPLOAD:
                 return self.layout.tiles(op.unit)[op.tile].numel * self.itemsize
