@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from slideformer.device import Mark
 from slideformer.device.lanes import Fault, ThreadLane
 from slideformer.engine import Engine
 from slideformer.errors import DoesNotFit
+from slideformer.memory import size
 from slideformer.native import available_cpus
 from slideformer.train import checkpoint
 from slideformer.train.checkpoint import Draft, Progress, Record, folder_name
@@ -64,6 +65,8 @@ class Saver:
         self._fault = Fault()
         self._lanes: list[ThreadLane] = []  # the first copies to memory, the others write
         self._writing: _Writing | None = None
+        self._snapshots: dict[int, Snapshot] = {}
+        self._ended = False
 
     def save(self, progress: Progress) -> None:
         """Begin to write one, when the one before is complete; those too many are removed at its end.
@@ -86,7 +89,7 @@ class Saver:
     def _queued(self, writing: _Writing) -> Mark:
         """Hand all of it to the lanes; the mark is that of its end."""
         copies, *lanes = self._open_lanes()
-        snapshots = self._snapshots()
+        snapshots = self._snapshots
         copied: dict[int, Mark] = {}
         for unit, snapshot in snapshots.items():
             work = partial(self._guarded, writing, partial(snapshot.take, self.engine.state))
@@ -99,7 +102,7 @@ class Saver:
             lane = lanes[place % len(lanes)]
             if unit in copied:
                 lane.wait(copied[unit])
-            source = snapshots.pop(unit, self.engine.state)  # whose memory goes with the last to know it
+            source = snapshots.get(unit, self.engine.state)
             work = partial(self._guarded, writing, partial(writing.draft.unit, unit, source))
             written.append(lane.run(work, f"unit {unit} of a checkpoint"))
             if unit not in copied:
@@ -137,24 +140,30 @@ class Saver:
             self._lanes += [ThreadLane(f"checkpoint-{index}", self._fault, nice=NICE) for index in range(count)]
         return self._lanes
 
-    def _snapshots(self) -> dict[int, Snapshot]:
-        """By unit, those that will be updated first, as far as there is memory. State in files stays there."""
-        state = self.engine.state
+    def _take_spare(self) -> None:
+        """Memory for copies of the units that are updated first, as far as there is any. State in files stays there."""
+        state, budget = self.engine.state, self.engine.budget
         if not self.config.save_in_background or state.stored is not None:
-            return {}
-        left = spare_nbytes()
+            return
+        left = spare_nbytes() - self.engine.options.beside_nbytes[1]
         if self.config.max_host_memory is not None:
-            left = min(left, self.config.max_host_memory - self.engine.budget.host_nbytes)
+            left = min(left, self.config.max_host_memory - budget.host_nbytes)
         if self.config.save_memory is not None:
             left = min(left, self.config.save_memory)
-        found: dict[int, Snapshot] = {}
-        for unit in self.engine.update_order():
+        order = self.engine.update_order()
+        for unit in order:
             left -= Snapshot.nbytes_of(unit, state)
             if left < 0:
                 break
-            with suppress(DoesNotFit):
-                found[unit] = Snapshot(self.engine.layout, unit, state)
-        return found
+            try:
+                self._snapshots[unit] = Snapshot(self.engine.layout, unit, state)
+            except DoesNotFit:
+                break
+        nbytes = sum(snapshot.nbytes for snapshot in self._snapshots.values())
+        units = f"{len(self._snapshots)} of {len(order)} units"
+        self.console.note(f"checkpoints: {units} are copied to {size(nbytes)} of spare memory and written from there")
+        for snapshot in self._snapshots.values():
+            self._open_lanes()[-1].run(partial(snapshot.populate, lambda: not self._ended), "memory for checkpoints")
 
     def _guarded(self, writing: _Writing, work: Callable[[], object]) -> None:
         """In a lane. The unit is held, or is a copy, so its state is that of the checkpoint's step."""
@@ -181,6 +190,7 @@ class Saver:
     def running(self) -> Iterator[Saver]:
         """Ends what is under way: by waiting for it, whatever else has failed, unless all is to end at once."""
         try:
+            self._take_spare()
             yield self
             self.wait()
         except Stopped as stopped:
@@ -194,9 +204,11 @@ class Saver:
                 self.console.warn(str(failure))
             raise
         finally:
+            self._ended = True
             if self._fault.first is None:  # else `_abandon` has done what can be done
                 for lane in self._lanes:
                     lane.close()
+            self._snapshots.clear()
 
     def _abandon(self, stopped: Stopped) -> None:
         """Drop what is queued. Threads whose disk hangs are left to the end of the process."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import get_args
 
 import torch
@@ -23,14 +24,22 @@ def spare_nbytes() -> int:
 
 
 class Snapshot:
-    """One unit's state as it was in `take`; `part` and `extent` as `State` has them. Takes memory from then on."""
+    """One unit's state as it was at the last `take`; `part` and `extent` as `State` has them."""
 
     def __init__(self, layout: Layout, unit: int, state: State) -> None:
         """Raises DoesNotFit when the kernel refuses the address space. Touches nothing yet."""
         self._unit, self._piece_numel = unit, layout.tile_numel
         extents = {plane: state.extent(unit, plane) for plane in PLANES}
-        arena = Arena.of(extents.values(), "a checkpoint's copy")
-        self._planes = {plane: arena.take(*extent) for plane, extent in extents.items()}
+        self._arena = Arena.of(extents.values(), "a checkpoint's copy")
+        self._planes = {plane: self._arena.take(*extent) for plane, extent in extents.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return self._arena.nbytes
+
+    def populate(self, wanted: Callable[[], bool]) -> None:
+        """Take the memory, as long as it is wanted, so that no `take` waits for the kernel to find it."""
+        self._arena.populate(wanted)
 
     @staticmethod
     def nbytes_of(unit: int, state: State) -> int:
