@@ -14,7 +14,6 @@ from contextlib import contextmanager
 
 import torch
 
-import slideformer.engine.ahead as ahead
 import slideformer.engine.fit as fit
 import slideformer.engine.probe as probing
 import slideformer.engine.settle as settle
@@ -80,12 +79,12 @@ class HostPool:
     def __enter__(self) -> HostPool:
         self._before, host.mmap = host.mmap, self
         self._resident_nbytes = fit.resident_nbytes
-        fit.resident_nbytes = ahead.resident_nbytes = self.resident_nbytes
+        fit.resident_nbytes = self.resident_nbytes
         return self
 
     def __exit__(self, *exc: object) -> None:
         host.mmap = self._before
-        fit.resident_nbytes = ahead.resident_nbytes = self._resident_nbytes
+        fit.resident_nbytes = self._resident_nbytes
         self.free()
 
 

@@ -80,6 +80,16 @@ def test_residents_that_lie_apart_are_worth_a_tenth_of_a_step():
     assert 4 < len(blocks) < 28 and room.step_s(together) > 1.1 * room.step_s(found)
 
 
+def test_updates_ahead_of_clipping_are_seen_by_who_places():
+    """With memory for second copies on the host a deferred step is another one, and has another best placement."""
+    room = room_of("llama-3.2-3b", 4, 24, "deferred")
+    room = replace(room, options=replace(room.options, ahead="auto"))
+    spare = replace(room, host_nbytes=2**37)
+    blind, seen = place(room), place(spare)
+    assert spare.step_s(blind) < 0.95 * room.step_s(blind)
+    assert spare.step_s(seen) < 0.99 * spare.step_s(blind) and seen.ahead == "auto"
+
+
 @pytest.mark.parametrize(("limit_gib", "slices"), [(5, True), (24, False)])
 def test_the_projection_passes_in_slices_where_what_it_leaves_is_worth_more(limit_gib, slices):
     room = room_of("llama-3.2-1b", 4, limit_gib, "eager")

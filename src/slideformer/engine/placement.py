@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from slideformer.engine.ahead import units_ahead
 from slideformer.engine.costs import Costs, cost_of
 from slideformer.engine.fit import Budgets
 from slideformer.engine.options import EngineOptions
@@ -44,7 +45,7 @@ KEPT_STARTS = 2
 @dataclass(frozen=True, slots=True)
 class Room:
     """The device's memory for one model and batch. nbytes: what there is; costs: also of working memory. budgets: of
-    them, where somebody has asked already."""
+    them, where somebody has asked already. host_nbytes: what the host may give, for updates ahead (None: nothing)."""
 
     layout: Layout
     options: EngineOptions
@@ -53,6 +54,7 @@ class Room:
     dtype: torch.dtype
     nbytes: int
     budgets: Budgets | None = field(default=None, compare=False, repr=False)
+    host_nbytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.budgets is None:
@@ -68,9 +70,18 @@ class Room:
     def limit(self) -> int:
         return int(self.nbytes * (1 - MARGIN))
 
+    def _ahead(self, options: EngineOptions) -> tuple[int, ...]:
+        if self.host_nbytes is None or options.update == "eager":
+            return ()
+        assert self.budgets is not None
+        spare_nbytes = self.host_nbytes - self.budgets.of(options).host_nbytes
+        return units_ahead(self.layout, options, spare_nbytes, self.costs)
+
     def step_s(self, options: EngineOptions) -> float:
         """Of joined steps, on the virtual clock. Micro-batches are taken to be one that takes as long as all of them:
         they follow each other through a unit anyway, and plans are built much faster."""
+        if options.ahead == "auto":
+            options = replace(options, ahead=self._ahead(options))
         num = options.micro_batches
         saved = options.saved_on_device
         one = replace(

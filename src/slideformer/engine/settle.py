@@ -75,8 +75,9 @@ def _settle(options: EngineOptions, decoder: Decoder, device: Device, kernels: H
     limits = [n for n in (free_nbytes, options.max_gpu_memory) if n is not None]
     costs = probe(decoder, device, options, kernels)
     budgets = budgets_of(decoder, costs)
-    room = Room(decoder.layout, options, costs, decoder.hidden_size, decoder.dtype, min(limits), budgets)
-    chosen = with_disk(place(room), decoder, device.kind, budgets, host_room(options.max_host_memory).nbytes)
+    host_nbytes = host_room(options.max_host_memory).nbytes
+    room = Room(decoder.layout, options, costs, decoder.hidden_size, decoder.dtype, min(limits), budgets, host_nbytes)
+    chosen = with_disk(place(room), decoder, device.kind, budgets, host_nbytes)
     budget = _fitting(chosen, decoder, device.kind, costs, free_nbytes, budgets)
     if chosen.ahead == "auto":
         chosen = replace(chosen, ahead=auto_ahead(decoder.layout, chosen, budget, costs))
