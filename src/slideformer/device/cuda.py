@@ -26,7 +26,7 @@ def cuda_available() -> bool:
 
 
 def _let_segments_grow() -> None:
-    """Have torch's allocator map memory into segments that grow, unless the user has said whether it should. In segments
+    """Have torch's allocator map memory into segments that grow, unless the user has said whether it should: in those
     of fixed sizes working memory left gaps of up to 3.3 GiB under a limit of 24 (8B shape, H200, 2026-11-30)."""
     now = torch._C._accelerator_getAllocatorSettings()
     if "expandable_segments" not in now:
