@@ -30,6 +30,8 @@ from traffic import copies, our_updates
 
 DEFAULTS: dict[str, object] = {"grad_slots": 2, "ring": 8}
 LR = 1e-5
+EVERY = 1 << 30
+"""More than there are."""
 
 
 def options_of(settings: Settings, layout: Layout) -> EngineOptions:
@@ -68,7 +70,7 @@ def _offloaded(shares: dict[str, float], layout: Layout) -> dict[str, object]:
     num = round(shares["blocks"] * len(layout.blocks))
     blocks = [layout.blocks[i * len(layout.blocks) // num] for i in range(num)]  # spread over the model
     pairs = tuple((content, unit) for content in CONTENTS for unit in blocks)
-    return {"disk": pairs, "saved_on_host": 0 if saved else None}
+    return {"disk": pairs, "saved_on_disk": EVERY if saved else 0}
 
 
 def measure(settings: Settings) -> dict[str, object]:
@@ -130,7 +132,7 @@ def _device_gib(engine: Engine, settings: Settings) -> float:
     )
     if costs is not None:
         costs = dataclasses.replace(costs, blocks=costs.blocks[:1] * len(larger.layout.blocks))
-    options = dataclasses.replace(engine.options, disk=(), saved_on_host=None, ahead=())
+    options = dataclasses.replace(engine.options, disk=(), saved_on_disk=0, ahead=())
     planned = budget_of(larger.layout, options, hidden_size=larger.hidden_size, dtype=larger.dtype, costs=costs)
     return round(planned.device_nbytes / GIB, 3)
 

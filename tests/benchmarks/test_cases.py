@@ -74,7 +74,7 @@ def test_whole_blocks_on_disk_keep_the_device_as_it_is_with_more_of_them(line, t
     assert [read, written] == found["plan_disk_bytes"] and found["params_updated"] == found["params"]
     assert isinstance(found["direct"], bool) and found["page_cache_mib"] < 1024
     per_block = 12 * (found["params"] - 512 * 64) / found["num_layers"]
-    assert 2 * per_block < written < 4 * per_block, "all state of half of the blocks, and every saved input"
+    assert 1.9 * per_block < written < 4 * per_block, "all state of half of the blocks, and saved inputs"
     told = [(target.text, target.met) for target in targets([found]) if "peak of the device" in target.text]
     assert told == [("ours-streamed+disk:deferred, peak of the device over that of the plan with 12 layers", True)] * 2
     with pytest.raises(SystemExit, match="activations is 0.5 beside blocks, must be 0 or 1"):

@@ -61,7 +61,7 @@ def test_an_op_takes_its_bytes_or_operations_over_the_rate(kind, unit, tile, sec
 def test_what_goes_straight_between_disk_and_device_takes_the_disks_time(kind, lane, buffer, nbytes) -> None:
     op = Op(kind, lane, (Access("any", buffer, ("x",), None),), unit=1, tile=1)
     rates = replace(RATES, disk_nbytes=4.0)
-    assert cost_of(LAYOUT, SHAPE, assumed(LAYOUT, SHAPE, rates))(op) == pytest.approx(2 * nbytes / 4)
+    assert cost_of(LAYOUT, SHAPE, assumed(LAYOUT, SHAPE, rates))(op) == pytest.approx(nbytes / 4)
 
 
 @pytest.mark.parametrize("update", Update)

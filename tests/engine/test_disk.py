@@ -51,7 +51,7 @@ def test_every_combination_of_contents_equals_the_sequential_loop(contents, prog
 @pytest.mark.parametrize("ring", [1, 3])
 def test_everything_on_disk_with_saved_inputs_and_micro_batches(dtype, tied, ring, tmp_path):
     decoder = toy_decoder(tied=tied, dtype=dtype)
-    where = {"disk": on_disk(decoder), "saved_on_device": 0, "saved_on_host": 1, "disk_ring": ring}
+    where = {"disk": on_disk(decoder), "saved_on_device": 0, "saved_on_disk": 3, "disk_ring": ring}
     same_as_sequential(decoder, tmp_path / "disk", micro_batches=2, **where, **EAGER)
 
 
@@ -69,13 +69,13 @@ def test_everything_on_disk_with_saved_inputs_and_micro_batches(dtype, tied, rin
 def test_weights_and_saved_inputs_that_go_straight_to_the_device_and_back(dtype, tied, program, tmp_path):
     """On the CPU the device's memory is the host's, so files are read and written there as anywhere."""
     decoder = toy_decoder(tied=tied, dtype=dtype)
-    where = {"disk": on_disk(decoder), "saved_on_device": 0, "saved_on_host": 1, "gds": True}
+    where = {"disk": on_disk(decoder), "saved_on_device": 0, "saved_on_disk": 3, "gds": True}
     same_as_sequential(decoder, tmp_path / "disk", micro_batches=2, **where, **program)
 
 
 def test_what_goes_straight_takes_no_staging_and_what_does_not_still_does(tmp_path):
     decoder = toy_decoder(dtype=torch.bfloat16)
-    where = {"disk": on_disk(decoder), "saved_on_host": 0, "saved_on_device": 0, "disk_ring": 1, **EAGER}
+    where = {"disk": on_disk(decoder), "saved_on_disk": 99, "saved_on_device": 0, "disk_ring": 1, **EAGER}
     found = {}
     for gds in (False, True):
         options = toy_options(offload_dir=str(tmp_path / "disk"), gds=gds, **where)
@@ -121,7 +121,7 @@ def test_bytes_on_host_device_and_disk_are_those_of_the_budget(tmp_path):
         options = toy_options(
             disk=on_disk(decoder, units=units),
             offload_dir=str(tmp_path / str(index)),
-            saved_on_host=0,
+            saved_on_disk=99,
             saved_on_device=0,
             micro_batches=2,
         )

@@ -9,9 +9,13 @@ import torch
 
 from engine.toys import EAGER, plans_of, toy_decoder, toy_options
 from slideformer.engine import Offload
+from slideformer.engine.costs import Rates, assumed
 from slideformer.engine.fit import budget_of, listed
 from slideformer.engine.offload import HostRoom, offloaded
-from slideformer.engine.settle import budgets_of, with_disk
+from slideformer.engine.options import RING_PLACES
+from slideformer.engine.read_ahead import DEPTHS, GAIN, LEAST_BLOCKS, Tried, cut, step_s
+from slideformer.engine.settle import budgets_of, deepened, with_disk
+from slideformer.layout import UnitKind
 
 NOTHING = Offload(0.0, 0.0, 0.0)
 HERE = {"offload_dir": "somewhere", "saved_on_device": 0, "micro_batches": 2, "disk_ring": 1}
@@ -48,7 +52,7 @@ def test_half_of_the_planes_are_the_residuals_and_all_of_them_the_weights_too():
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.8, 1.0])
 def test_the_host_gives_up_the_share_to_the_unit_that_comes_nearest(share):
     decoder, options = settled(Offload(share, share, share))
-    whole = used(decoder, replace(options, disk=(), saved_on_host=None)).host
+    whole = used(decoder, replace(options, disk=(), saved_on_disk=0)).host
     found = used(decoder, options).host
     moments, planes = ("first moments", "second moments"), ("weights", "residuals")
     largest = max(u.numel for u in decoder.layout.units)
@@ -74,7 +78,7 @@ def test_with_too_little_room_as_much_goes_as_must_and_weights_last(dtype, tied)
     auto = Offload()
     decoder, options = settled(auto, dtype=dtype, tied=tied)
     need = used(decoder, options).host_nbytes
-    assert options.disk == () and options.saved_on_host is None, "there is room for all of it"
+    assert options.disk == () and options.saved_on_disk == 0, "there is room for all of it"
     everything = used(decoder, settled(Offload(1.0, 1.0, 1.0), dtype=dtype, tied=tied)[1]).host_nbytes
     for share in (0.9, 0.7, 0.5, 0.3, 0.1):
         limit = int(everything + share * (need - everything))
@@ -82,8 +86,8 @@ def test_with_too_little_room_as_much_goes_as_must_and_weights_last(dtype, tied)
         assert used(decoder, options).host_nbytes <= limit
         if of_content(decoder, options, "weight"):
             assert len(of_content(decoder, options, "exp_avg")) == len(decoder.layout.units)
-            assert options.saved_on_host is not None
-        if options.saved_on_host is not None:
+            assert options.saved_on_disk
+        if options.saved_on_disk:
             assert of_content(decoder, options, "residual"), "state first: as costly, and there is more of it"
 
 
@@ -111,3 +115,101 @@ def test_a_step_and_an_evaluation_with_most_micro_batches_name_every_buffer_that
     for fewer in (1, 2, 3):
         plans = plans_of(decoder.layout, replace(options, micro_batches=fewer), decoder.dtype)
         assert {b for plan in plans for b in plan.buffers()} <= named
+
+
+# rings between disk and host
+
+
+RATES = Rates(flops=1e9, link_nbytes=1e10, update_numel=1e9, host_nbytes=1e10, device_nbytes=1e12, disk_nbytes=1e9)
+
+
+def costs_of(decoder, options, **rates):
+    shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
+    return assumed(decoder.layout, shape, replace(RATES, **rates))
+
+
+def depth(offload: Offload, *, host_nbytes: int = 2**50, disk_nbytes: float = 1e9, **changes) -> int:
+    changes = {"disk_ring": "auto", "dtype": torch.bfloat16, **changes}
+    decoder, options = settled(offload, host_nbytes=host_nbytes, **changes)
+    costs = costs_of(decoder, options, disk_nbytes=disk_nbytes)
+    return deepened(options, decoder, "cuda", costs, budgets_of(decoder, costs), host_nbytes).ring_places
+
+
+def test_a_ring_is_as_deep_as_a_step_is_shorter_for_by_the_clock_and_no_deeper():
+    decoder, options = settled(replace(NOTHING, moments=0.2), disk_ring="auto")
+    costs = costs_of(decoder, options, disk_nbytes=1e7)
+    tried = Tried(decoder.layout, options, costs)
+    found = deepened(options, decoder, "cuda", costs, budgets_of(decoder, costs), 2**50).ring_places
+    seconds = {d: step_s(tried, d, decoder.hidden_size, decoder.dtype)[0] for d in DEPTHS}
+    enough = [d for d in DEPTHS if seconds[d] <= (1 + GAIN) * min(seconds.values())]
+    assert found == enough[0]
+    assert seconds[DEPTHS[0]] > (1 + GAIN) * min(seconds.values()), "deeper is faster here"
+
+
+def test_a_disk_that_is_fast_enough_needs_no_deep_rings():
+    shares = replace(NOTHING, moments=0.2)
+    assert depth(shares, disk_nbytes=1e13) == DEPTHS[0] < depth(shares, disk_nbytes=1e7)
+
+
+def test_a_depth_that_is_given_stays_and_without_a_disk_there_is_the_usual_one():
+    assert depth(replace(NOTHING, moments=0.5), disk_ring=7) == 7
+    assert depth(NOTHING) == RING_PLACES
+
+
+def test_rings_are_no_deeper_than_the_host_has_room_for():
+    shares, disk_nbytes = replace(NOTHING, moments=0.2), 1e7
+    decoder, options = settled(shares, disk_ring="auto")
+    deep = depth(shares, disk_nbytes=disk_nbytes)
+    least = used(decoder, replace(options, disk_ring=RING_PLACES)).host_nbytes
+    most = used(decoder, replace(options, disk_ring=deep)).host_nbytes
+    assert deep > RING_PLACES and most > least
+    assert depth(shares, disk_nbytes=disk_nbytes, host_nbytes=most) == deep
+    assert depth(shares, disk_nbytes=disk_nbytes, host_nbytes=(most + least) // 2) < deep
+    assert depth(shares, disk_nbytes=disk_nbytes, host_nbytes=least) <= RING_PLACES
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_with_very_little_room_rings_get_smaller_and_it_is_said(dtype, caplog):
+    auto, on_host = Offload(), {"disk_ring": "auto", "dtype": dtype}
+    small = used(*settled(Offload(1.0, 1.0, 1.0), dtype=dtype, disk_ring=1)).host_nbytes
+    usual = used(*settled(Offload(1.0, 1.0, 1.0), dtype=dtype, disk_ring=RING_PLACES)).host_nbytes
+    limit = small + (usual - small) // 8
+    decoder, options = settled(auto, host_nbytes=limit, **on_host)
+    assert used(decoder, options).host_nbytes <= limit and options.ring_places < RING_PLACES
+    assert f"each ring between disk and host has {options.ring_places} of the usual {RING_PLACES} tiles" in caplog.text
+
+
+def test_a_content_whose_rings_take_more_than_it_does_stays_on_the_host():
+    whole = used(*settled(Offload(), dtype=torch.bfloat16)).host_nbytes
+    decoder, options = settled(Offload(), host_nbytes=whole - 1, dtype=torch.bfloat16, disk_ring=1000)
+    assert options.disk == () and options.saved_on_disk == 0
+    found = used(decoder, settled(Offload(), host_nbytes=whole - 1, dtype=torch.bfloat16, disk_ring="auto")[1])
+    assert found.host_nbytes < whole
+
+
+def test_a_cut_of_many_blocks_has_the_same_shares_on_disk():
+    decoder, options = settled(Offload(0.75, 0.5, 0.5), disk_ring="auto")
+    many = replace(decoder.layout, units=tuple(_repeated(decoder.layout.units, 80)))
+    disk = tuple((content, unit) for content, num in (("exp_avg_sq", 80), ("weight", 20)) for unit in many.blocks[:num])
+    options = replace(options, disk=(*disk, ("weight", 0)), saved_on_disk=41, resident=())
+    shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
+    tried = cut(Tried(many, options, assumed(many, shape, RATES)))
+    num = len(tried.layout.blocks)
+    assert LEAST_BLOCKS <= num < 80 and len(tried.costs.blocks) == num
+    of = {content: [u for c, u in tried.options.disk if c == content] for content in ("exp_avg_sq", "weight")}
+    assert of["exp_avg_sq"] == list(tried.layout.blocks)
+    assert of["weight"][0] == 0 and len(of["weight"]) - 1 == -(-num * 20 // 80)
+    assert tried.options.saved_on_disk == -(-num * 41 // 80)
+    step_s(tried, 4, decoder.hidden_size, decoder.dtype)  # it can be run on the clock
+
+
+def _repeated(units, num):
+    """With so many blocks like the first."""
+    blocks = [unit for unit in units if unit.kind is UnitKind.BLOCK]
+    for unit in units:
+        if unit.kind is not UnitKind.BLOCK:
+            yield unit
+        elif unit is blocks[0]:
+            for i in range(num):
+                params = tuple(replace(p, name=f"{i}.{p.name}") for p in unit.params)
+                yield replace(unit, name=f"block {i}", params=params)

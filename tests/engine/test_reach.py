@@ -46,7 +46,7 @@ SETTINGS = {
             **SPILLING,
             "disk": on_disk(toy_decoder(tied=False)),
             "disk_ring": 1,
-            "saved_on_host": 0,
+            "saved_on_disk": 99,
             "saved_on_device": 0,
             "offload_dir": DISK_DIR,
         },

@@ -80,7 +80,7 @@ def test_disk_and_host_runs_are_the_same(update, tmp_path):
     with CudaDevice() as device:
         losses, planes = outcome(device, **program)
         assert losses[0][0] - losses[-1][0] >= 0.5
-        where = {"disk": tuple(disk), "saved_on_host": 2, "offload_dir": str(tmp_path / "disk")}
+        where = {"disk": tuple(disk), "saved_on_disk": 3, "offload_dir": str(tmp_path / "disk")}
         found, other = outcome(device, **program, **where)
         assert found == losses
         assert all(map(torch.equal, planes, other))

@@ -136,7 +136,11 @@ def test_a_step_whose_weights_and_saved_inputs_go_straight_is_that_of_a_run_in_m
     if contents == "all":
         disk = [(content, unit) for unit in range(len(layout.units)) for content in EVERY[-1]]
     program = {"update": update, "max_grad_norm": 0.0 if update == "eager" else 0.5}
-    where = {"disk": tuple(disk), "saved_on_host": 0 if contents == "all" else 2, "offload_dir": str(tmp_path / "disk")}
+    where = {
+        "disk": tuple(disk),
+        "saved_on_disk": 99 if contents == "all" else 3,
+        "offload_dir": str(tmp_path / "disk"),
+    }
     with CudaDevice() as device:
         losses, planes = outcome(device, **program)
         found, other = outcome(device, **program, **where, gds=True)

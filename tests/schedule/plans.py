@@ -109,7 +109,7 @@ def cases(draw: st.DrawFn, *, max_blocks: int = 5, training: bool | None = None)
         ring=draw(st.integers(1, 5)),
         disk=tuple(sorted(disk)),
         disk_ring=draw(st.integers(1, 4)),
-        saved_on_host=draw(st.sampled_from([None, 0, 1, 3])),
+        saved_on_disk=draw(st.sampled_from([0, 1, 3, 99])),
         gds=draw(st.booleans()),
         micro_batches=draw(st.integers(1, 4)),
         hidden_pool=draw(st.sampled_from([0, 1, 2, 3, 5, 8, 40])),
@@ -169,8 +169,8 @@ def examples() -> dict[str, Case]:
     ends = StepOptions(update=Update.DEFERRED, resident=(1, 4, 5), ahead=(0, 2), keep=(4,))
     sliced = StepOptions(window=1, micro_batches=2, hidden_ring=2, ring=2, sliced_head=True)
     sliced_ahead = StepOptions(update=Update.DEFERRED, sliced_head=True, ahead=(0, 4), hidden_pool=4)
-    stored = StepOptions(window=1, micro_batches=2, hidden_ring=2, ring=2, disk=every_content(tied), saved_on_host=1)
-    stored_deferred = replace(spilling32, disk=every_content(untied), disk_ring=1, saved_on_host=0)
+    stored = StepOptions(window=1, micro_batches=2, hidden_ring=2, ring=2, disk=every_content(tied), saved_on_disk=2)
+    stored_deferred = replace(spilling32, disk=every_content(untied), disk_ring=1, saved_on_disk=99)
     some_stored = StepOptions(disk=(("exp_avg_sq", 2), ("weight", 0), ("residual", 3)), resident=(1,))
     straight, straight_deferred = replace(stored, gds=True), replace(stored_deferred, gds=True)
     straight_sliced = replace(sliced, disk=every_content(untied), gds=True)

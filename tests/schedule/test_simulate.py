@@ -21,8 +21,11 @@ from slideformer.schedule import (
     StepOptions,
     Wait,
     build_step,
+    joined_step_s,
     simulate,
 )
+from slideformer.schedule.clock import _Events, _in_program_order
+from slideformer.schedule.ops import DISK_LANES
 
 SLOT = Buffer(Place.SLOT, (0,))
 
@@ -45,6 +48,46 @@ def test_times_of_two_joined_runs():
     assert timeline.busy()[LaneName.COMPUTE] == pytest.approx(6 / 8)
     assert timeline.busy()[LaneName.UPLOAD] == pytest.approx(2 / 8)
     assert timeline.busy()[LaneName.UPDATE] == 0
+
+
+def test_two_lanes_of_the_disk_share_it():
+    """A read of 2 s and a write of 3 s begin together: until the read is done, at 4 s, both go at half speed; then the
+    write has 1 s left. The next read waits for it and has the disk to itself. Beside them compute is as ever."""
+    read, write, again = (
+        Op(kind, lane, (Access("tile", Buffer(Place.WEIGHT, (0, i)), ("w",), None),))
+        for i, (kind, lane) in enumerate(
+            [
+                (OpKind.READ_STATE, LaneName.DISK_READ),
+                (OpKind.WRITE_STATE, LaneName.DISK_WRITE),
+                (OpKind.READ_WEIGHTS, LaneName.DISK_FEED),
+            ]
+        )
+    )
+    forward = Op(OpKind.FORWARD, LaneName.COMPUTE, ())
+    plan = Plan((read, write, forward, again), ((), (), (), (Wait(0, 1),)), trains=False)
+    took = {OpKind.READ_STATE: 2.0, OpKind.WRITE_STATE: 3.0, OpKind.FORWARD: 2.5, OpKind.READ_WEIGHTS: 1.0}
+    spans = simulate(plan, lambda op: took[op.kind]).spans
+    assert [(s.start_s, s.end_s) for s in spans] == [(0, 4), (0, 5), (0, 2.5), (5, 6)]
+    joined = simulate(plan, lambda op: took[op.kind], runs=2).spans[4:]
+    assert joined[0].start_s == 4 and joined[2].end_s == 5, "lanes go on with the next run"
+
+
+@given(cases(), st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
+def test_event_by_event_is_what_program_order_gives_where_nothing_is_shared(case: Case, seed: int):
+    costs = [(hash((op.unit, op.tile, op.micro, str(op.kind), seed)) % 7) / 8 for op in case.plan.ops]
+    costs = [0.0 if op.lane in DISK_LANES else cost for op, cost in zip(case.plan.ops, costs, strict=True)]
+    ends = [ends for _, ends in _Events(case.plan, costs, 3).times()]
+    assert ends == [ends for _, ends in _in_program_order(case.plan, costs, 3)]
+
+
+@given(cases())
+@settings(max_examples=30, deadline=None)
+def test_a_step_without_its_picture_takes_as_long(case: Case):
+    def cost_s(op: Op) -> float:
+        return (op.unit + 2 * op.tile + op.micro) % 5 / 8
+
+    assert joined_step_s(case.plan, cost_s) == simulate(case.plan, cost_s, runs=3).step_s()
 
 
 @given(cases(), st.integers(0, 1000))

@@ -269,9 +269,9 @@ class _Clock:
         return None
 
     def stored_s(self, op: Op) -> float:
-        """Whatever the disk moves, also straight from or to the device: each way at half the rate of both, as it is
-        when the disk sets the pace."""
-        return 2 * _stored_nbytes(op, self.layout, self.shape) / self.rates.disk_nbytes
+        """Whatever the disk moves, also straight from or to the device, if nothing else moves there: the clock knows
+        that its lanes share it."""
+        return _stored_nbytes(op, self.layout, self.shape) / self.rates.disk_nbytes
 
     def _tile_numel(self, op: Op) -> int:
         return self.layout.tiles(op.unit)[op.tile].numel

@@ -26,7 +26,7 @@ from slideformer.engine.host_actions import HostActions
 from slideformer.engine.options import EngineOptions
 from slideformer.engine.resident import ResidentUpdates
 from slideformer.engine.run import Run, StepResult
-from slideformer.engine.settle import settle
+from slideformer.engine.settle import settle, with_depth
 from slideformer.engine.sliced_head import SlicedHeadActions
 from slideformer.errors import BadInput, RunFailed
 from slideformer.memory import DiskFolder, State, allocate, disk_rates
@@ -65,9 +65,8 @@ class Engine:
             if kernels is None:
                 held.callback(self.kernels.close)
             settled = settle(options, decoder, device, self.kernels)
-            self.options = options = settled.options
+            options = settled.options
             self._shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
-            self.budget, self.costs = settled.budget, settled.costs
             if options.uses_disk:
                 through_host = device.kind == "cpu"  # whose memory is the device's: there is nothing to go around
                 self.folder = DiskFolder(
@@ -77,7 +76,10 @@ class Engine:
                     gds=options.gds and not through_host,
                 )
                 held.callback(self.folder.close)
-                self.costs = _with_disk_rate(self.costs, self.folder)
+                settled = replace(settled, costs=_with_disk_rate(settled.costs, self.folder))
+            settled = with_depth(settled, decoder, device.kind)
+            self.options = options = settled.options
+            self.budget, self.costs = settled.budget, settled.costs
             self.step_options = options.step_options(self.layout, decoder.dtype)
             self._plans: dict[tuple[bool, int], Plan] = {}
             self.plan = self._plan(trains=True, micro_batches=options.micro_batches)

@@ -15,6 +15,7 @@ import torch
 
 from slideformer.device import Device, Lane
 from slideformer.engine.executor import Executor
+from slideformer.engine.options import RING_PLACES
 from slideformer.engine.pass_actions import PassActions
 from slideformer.engine.reach import Held
 from slideformer.engine.run import StepResult
@@ -133,7 +134,8 @@ def beside_options(step: StepOptions, layout: Layout, shape: PassShape) -> PassO
     of_step = {f.name: getattr(step, f.name) for f in fields(step)}
     own = pass_options(shape, layout, window=step.window)
     of_passes = ("micro_batches", "hidden_pool", "hidden_ring", "fp32_compute", "first", "cached_on_device")
-    training = {"ahead": (), "late": (), "keep": (), "update": Update.EAGER, "saved_on_host": None}
+    training = {"ahead": (), "late": (), "keep": (), "update": Update.EAGER, "saved_on_disk": 0}
+    training["disk_ring"] = min(step.disk_ring, RING_PLACES)
     return PassOptions(**{**of_step, **training, **{name: getattr(own, name) for name in of_passes}})
 
 

@@ -15,6 +15,9 @@ from slideformer.optim import Hyper
 from slideformer.schedule import StepOptions, Update
 from slideformer.schedule.ops import STATE
 
+RING_PLACES = 4
+"""Tiles in a ring between disk and host that room is first looked for, and that passes of generation take at most."""
+
 CONTENTS = tuple(str(place) for place in STATE)
 """Of a unit's state; each may lie on disk."""
 
@@ -48,11 +51,11 @@ class EngineOptions:
     projection passes through the device tile by tile; "auto": where the whole of it has no room. resident: units whose
     state is on the device, where they are updated ("all": every one). keep: blocks among them that are not run again
     in backward. disk: (content, unit) pairs that are in files of the folder offload_dir, a content being weight,
-    residual, exp_avg or exp_avg_sq. saved_on_host: hidden states beyond those on the device that the host takes; the
-    others go to files (None: it takes all). offload: decides these two. disk_ring: tiles in each ring
-    between disk and host. gds: weights and saved inputs on disk go straight to the device and back.
-    keep_offload_dir: the files stay at the end. reuse_offload_dir: what a killed run left there goes. beside_nbytes:
-    what else will be taken beside the engine, on the device and on the host.
+    residual, exp_avg or exp_avg_sq. saved_on_disk: of the hidden states beyond those on the device, how many go to
+    files, at most: the first of a step, which are needed last. offload: decides these two. disk_ring: tiles in each
+    ring between disk and host; "auto": as many as a step is faster for. gds: weights and saved inputs on disk go
+    straight to the device and back. keep_offload_dir: the files stay at the end. reuse_offload_dir: what a killed run
+    left there goes. beside_nbytes: what else will be taken beside the engine, on the device and on the host.
     """
 
     micro_batch_size: int = 1
@@ -81,9 +84,9 @@ class EngineOptions:
     resident: tuple[int, ...] | Literal["auto", "all"] = ()
     keep: tuple[int, ...] | Literal["auto"] = ()
     disk: tuple[tuple[str, int], ...] = ()
-    saved_on_host: int | None = None
+    saved_on_disk: int = 0
     offload: Offload | None = None
-    disk_ring: int = 4
+    disk_ring: int | Literal["auto"] = "auto"
     gds: bool = False
     offload_dir: str | None = None
     keep_offload_dir: bool = False
@@ -92,7 +95,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "max_length", "micro_batches", "window", "grad_slots", "ring", "disk_ring"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) != "auto" and getattr(self, name) < 1:
                 raise BadInput(f"{name} is {getattr(self, name)}, must be at least 1")
         if self.uses_disk and self.offload_dir is None:
             raise BadInput("state or saved inputs are to lie on disk, but offload_dir does not say where: set it")
@@ -118,8 +121,13 @@ class EngineOptions:
             )
 
     @property
+    def ring_places(self) -> int:
+        """Of each ring between disk and host, as long as nobody has decided about them."""
+        return RING_PLACES if self.disk_ring == "auto" else self.disk_ring
+
+    @property
     def uses_disk(self) -> bool:
-        return bool(self.disk) or self.saved_on_host is not None
+        return bool(self.disk) or self.saved_on_disk > 0
 
     def batch_shape(self, hidden: int, dtype: torch.dtype) -> BatchShape:
         return BatchShape(self.micro_batches, self.micro_batch_size, self.max_length, hidden, dtype)
@@ -169,7 +177,7 @@ class EngineOptions:
             resident=resident,
             keep=keep,
             disk=tuple((c, u) for c, u in self.disk if u not in resident and u not in ahead),
-            disk_ring=self.disk_ring,
-            saved_on_host=self.saved_on_host,
+            disk_ring=self.ring_places,
+            saved_on_disk=self.saved_on_disk,
             gds=self.gds,
         )

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 from slideformer.device import Device
 from slideformer.engine.ahead import auto_ahead
-from slideformer.engine.costs import Costs
+from slideformer.engine.costs import ASSUMED, Costs, assumed
 from slideformer.engine.fit import Budgets, host_room, require_fit
 from slideformer.engine.offload import HostRoom, offloaded
 from slideformer.engine.options import EngineOptions
 from slideformer.engine.placement import Room, place
 from slideformer.engine.probe import probe
+from slideformer.engine.read_ahead import with_ring
 from slideformer.errors import DoesNotFit
 from slideformer.memory import Budget
 from slideformer.model.decoder import Decoder
@@ -25,11 +26,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """options: nothing in them is "auto". budget: bytes by term and tier. costs: what was measured; None on the CPU."""
+    """options: nothing in them is "auto", but for the rings between disk and host (`with_depth`). budget: bytes by term
+    and tier. costs: what was measured; None on the CPU. host_nbytes: what there was for all of it."""
 
     options: EngineOptions
     budget: Budget
     costs: Costs | None
+    budgets: Budgets
+    host_nbytes: int
 
 
 @collector_put_off()
@@ -68,7 +72,7 @@ def _settle(options: EngineOptions, decoder: Decoder, device: Device, kernels: H
         host_nbytes = host_room(options.max_host_memory).nbytes
         budgets = budgets_of(decoder, None)
         chosen = with_disk(_streamed(options, decoder), decoder, device.kind, budgets, host_nbytes)
-        return Settled(chosen, _fitting(chosen, decoder, device.kind, None, None, budgets), None)
+        return Settled(chosen, _fitting(chosen, decoder, device.kind, None, None, budgets), None, budgets, host_nbytes)
     if options.max_gpu_memory is not None:
         device.limit_memory(options.max_gpu_memory)
     free_nbytes = device.free_nbytes()
@@ -82,7 +86,48 @@ def _settle(options: EngineOptions, decoder: Decoder, device: Device, kernels: H
     if chosen.ahead == "auto":
         chosen = replace(chosen, ahead=auto_ahead(decoder.layout, chosen, budget, costs))
         budget = _fitting(chosen, decoder, device.kind, costs, free_nbytes, budgets)
-    return Settled(chosen, budget, costs)
+    return Settled(chosen, budget, costs, budgets, host_nbytes)
+
+
+@collector_put_off()
+def with_depth(settled: Settled, decoder: Decoder, kind: str) -> Settled:
+    """With the depth of the rings between disk and host, by costs that know the disk's rate; on the CPU, where nothing
+    is measured, by assumed ones. kind: of the device."""
+    options = deepened(
+        settled.options,
+        decoder,
+        kind,
+        settled.costs or assumed_costs(settled.options, decoder, kind),
+        settled.budgets,
+        settled.host_nbytes,
+    )
+    return replace(settled, options=options, budget=settled.budgets.of(options))
+
+
+def assumed_costs(options: EngineOptions, decoder: Decoder, kind: str) -> Costs:
+    shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
+    return assumed(decoder.layout, shape, ASSUMED[kind])
+
+
+def deepened(
+    options: EngineOptions, decoder: Decoder, kind: str, costs: Costs, budgets: Budgets, host_nbytes: int
+) -> EngineOptions:
+    """What `with_ring` makes of the options on a device of this kind."""
+    return with_ring(
+        options,
+        decoder.layout,
+        costs,
+        hidden_size=decoder.hidden_size,
+        dtype=decoder.dtype,
+        used=lambda trial: _used(trial, kind, budgets),
+        host_nbytes=host_nbytes,
+    )
+
+
+def _used(options: EngineOptions, kind: str, budgets: Budgets) -> Budget:
+    """On the CPU all is the host's."""
+    found = budgets.of(options)
+    return found.on_one_tier() if kind == "cpu" else found
 
 
 def budgets_of(decoder: Decoder, costs: Costs | None) -> Budgets:
@@ -125,8 +170,7 @@ def with_disk(options: EngineOptions, decoder: Decoder, kind: str, budgets: Budg
     Allocates nothing."""
 
     def used(trial: EngineOptions) -> Budget:
-        found = budgets.of(trial)
-        return found.on_one_tier() if kind == "cpu" else found
+        return _used(trial, kind, budgets)
 
     if kind == "cpu" and _may_spill(options) and used(options).host_nbytes > host_nbytes:
         options = replace(options, saved_on_device=0)  # all memory is the host's: beside it is only the disk

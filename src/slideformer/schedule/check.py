@@ -87,7 +87,7 @@ def _prove_lanes(plan: Plan, options: StepOptions) -> None:
         for buffer in (a.buffer for a in op.accesses if a.buffer.place in FILED):
             on_disk = (str(buffer.place), buffer.index[0]) in disk
             if buffer.place is Place.SAVED:
-                on_disk = options.saved_on_host is not None and buffer.index[0] >= options.saved_on_host
+                on_disk = buffer.index[0] < options.saved_on_disk
             if on_disk != (op.lane in DISK_LANES):
                 is_there = f"is {'' if on_disk else 'not '}on disk"
                 raise PlanError(f"{op} touches {buffer} in lane {op.lane}, and that {is_there}")

@@ -42,8 +42,8 @@ MOVES_TILES = frozenset({LaneName.UPDATE, LaneName.UPLOAD, LaneName.GATHER, Lane
 
 
 def staged(ops: Sequence[Op], options: StepOptions) -> tuple[Op, ...]:
-    """The ops with staging for whatever `options.disk` and `options.saved_on_host` leave to the disk."""
-    if not options.disk and options.saved_on_host is None:
+    """The ops with staging for whatever `options.disk` and `options.saved_on_disk` leave to the disk."""
+    if not options.disk and not options.saved_on_disk:
         return tuple(ops)
     staging, found = _Staging(options), list[Op]()
     for op in ops:
@@ -99,8 +99,7 @@ class _Staging:
 
     def _is_on_disk(self, buffer: Buffer) -> bool:
         if buffer.place is Place.SAVED:
-            host = self._options.saved_on_host
-            return host is not None and buffer.index[0] >= host
+            return buffer.index[0] < self._options.saved_on_disk
         return buffer.place in STATE and (buffer.place, buffer.index[0]) in self._disk
 
     def _goes_straight(self, op: Op) -> bool:

@@ -25,9 +25,9 @@ class StepOptions:
     resident: units whose state is on the device; they are updated there and cross no link. keep: blocks among them that
     keep what backward needs from forward, instead of being run again.
     disk: (content, unit) pairs, a content being weight, residual, exp_avg or exp_avg_sq, that are on disk. disk_ring:
-    places in each ring between disk and host. saved_on_host: spilled saved inputs that the host takes, the others are
-    on disk (None: it takes all). gds: weights and saved inputs go between disk and device without passing the host;
-    under fp32 compute only saved inputs, since weights are joined from two planes there.
+    places in each ring between disk and host. saved_on_disk: of what is spilled, so many positions, those that are
+    spilled first and needed last; the others are on the host. gds: weights and saved inputs go between disk and device
+    without passing the host; under fp32 compute only saved inputs, since weights are joined from two planes there.
     """
 
     window: int = 2
@@ -45,7 +45,7 @@ class StepOptions:
     keep: tuple[int, ...] = ()
     disk: tuple[tuple[str, int], ...] = ()
     disk_ring: int = 2
-    saved_on_host: int | None = None
+    saved_on_disk: int = 0
     gds: bool = False
 
     def __post_init__(self) -> None:
@@ -70,6 +70,6 @@ class StepOptions:
             )
         if both := {u for _, u in self.disk} & {*self.resident, *self.ahead}:
             raise ValueError(f"units {sorted(both)} are on disk, so they cannot be resident or have a second copy")
-        if self.saved_on_host is not None and self.saved_on_host < 0:
-            raise ValueError(f"saved_on_host is {self.saved_on_host}, must be at least 0")
+        if self.saved_on_disk < 0:
+            raise ValueError(f"saved_on_disk is {self.saved_on_disk}, must be at least 0")
         object.__setattr__(self, "update", Update(self.update))  # a plain "deferred" would compare equal, and not be it

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from slideformer.schedule.clock import clocked
 from slideformer.schedule.ops import DISK_LANES, LaneName, Op, OpKind, Plan
 
 LETTERS = {
@@ -189,41 +190,16 @@ def _letter(column: dict[str, float], slice_s: float) -> str:
 
 
 def simulate(plan: Plan, cost_s: Callable[[Op], float], *, runs: int = 1) -> Timeline:
-    """The timeline of `runs` joined runs when op i takes cost_s(op) seconds. Lanes are FIFO, waits as in the plan."""
-    costs = [cost_s(op) for op in plan.ops]
+    """The timeline of `runs` joined runs when op i takes cost_s(op) seconds. Lanes are FIFO, waits as in the plan. The
+    disk's lanes share it: while two of them work, each takes twice as long."""
     spans: list[Span] = []
-    for run, starts in enumerate(_starts(plan, costs, runs)):
-        found = zip(plan.ops, starts, costs, strict=True)
-        spans += [Span(op, run, start, start + seconds) for op, start, seconds in found]
+    for run, (starts, ends) in enumerate(clocked(plan, [cost_s(op) for op in plan.ops], runs)):
+        spans += [Span(op, run, start, end) for op, start, end in zip(plan.ops, starts, ends, strict=True)]
     return Timeline(tuple(spans))
 
 
 def joined_step_s(plan: Plan, cost_s: Callable[[Op], float], *, runs: int = 3) -> float:
     """`simulate(...).step_s()` in a fraction of its time: for whoever compares plans and draws none."""
-    costs = [cost_s(op) for op in plan.ops]
     compute = [i for i, op in enumerate(plan.ops) if op.lane is LaneName.COMPUTE]
-    ends = [max(starts[i] + costs[i] for i in compute) for starts in _starts(plan, costs, runs)]
-    return ends[-1] - (ends[-2] if runs > 1 else 0.0)
-
-
-def _starts(plan: Plan, costs: list[float], runs: int) -> Iterator[list[float]]:
-    """When each op starts, run by run."""
-    lanes = {lane: number for number, lane in enumerate(LaneName)}
-    lane_of = [lanes[op.lane] for op in plan.ops]
-    free = [0.0] * len(lanes)
-    before: list[float] = []
-    for _ in range(runs):
-        starts: list[float] = []
-        ends: list[float] = []
-        for lane, waits, seconds in zip(lane_of, plan.waits, costs, strict=True):
-            start = free[lane]
-            for age, index in waits:
-                if age == 0:
-                    start = max(start, ends[index])
-                elif before:
-                    start = max(start, before[index])
-            free[lane] = start + seconds
-            starts.append(start)
-            ends.append(free[lane])
-        before = ends
-        yield starts
+    last = [max(ends[i] for i in compute) for _, ends in clocked(plan, [cost_s(op) for op in plan.ops], runs)]
+    return last[-1] - (last[-2] if runs > 1 else 0.0)

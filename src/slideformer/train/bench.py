@@ -87,6 +87,7 @@ class Bench:
     peak_tflops: float | None
     memory: Mapping[str, Tier]
     page_locked_nbytes: int
+    disk_ring: int
 
     @property
     def step_s(self) -> float:
@@ -137,6 +138,7 @@ class Bench:
             "host_mem_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
             "pinned_gib": self.page_locked_nbytes / 2**30,
             **self.timed.disk,
+            **({"disk_ring": self.disk_ring} if self.timed.disk else {}),
             "busy": dict(self.timed.busy),
             "binds": self.binds,
         }
@@ -173,7 +175,8 @@ class Bench:
         ]
         if self.timed.disk:
             read, written = self.timed.disk["nvme_read_gbps"], self.timed.disk["nvme_write_gbps"]
-            rows.append(("disk moved", f"{read:.3g} GB/s read, {written:.3g} GB/s written"))
+            rings = f"rings of {self.disk_ring} tiles between disk and host"
+            rows.append(("disk moved", f"{read:.3g} GB/s read, {written:.3g} GB/s written; {rings}"))
         indent = " " * (LABEL_WIDTH + 2)
         lines = [
             textwrap.fill(text, TEXT_WIDTH, initial_indent=f"{name:<{LABEL_WIDTH + 2}}", subsequent_indent=indent)
@@ -222,6 +225,7 @@ def run_bench(config: TrainConfig, *, steps: int, told: Callable[[str], None] = 
             peak_tflops=peak and peak[0],
             memory=_memory(engine, device, resident_nbytes() - before),
             page_locked_nbytes=device.page_locked_nbytes,
+            disk_ring=engine.step_options.disk_ring,
         )
 
 

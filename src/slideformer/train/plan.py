@@ -13,7 +13,7 @@ from slideformer.engine import EngineOptions, require_fit
 from slideformer.engine.costs import ASSUMED, Costs, Rates, assumed, cost_of, disk_traffic, largest_block_numel
 from slideformer.engine.fit import Budgets, host_room
 from slideformer.engine.placement import Room, place, placed
-from slideformer.engine.settle import budgets_of, halved, saved_beside, with_disk
+from slideformer.engine.settle import budgets_of, deepened, halved, saved_beside, with_disk
 from slideformer.errors import BadInput
 from slideformer.memory import Budget, Limit, size
 from slideformer.memory.disk import no_room
@@ -101,6 +101,7 @@ class RunPlan:
             "disk_direct": None if self.look is None else self.look.direct,
             "disk_reads_per_step": self.traffic[0],
             "disk_writes_per_step": self.traffic[1],
+            "disk_ring": self.options.ring_places if self.budget.disk else None,
             "disk_writes": self._writes()[1],
             "disk_endurance_share": self._endurance(),
             "rates": asdict(self.rates),
@@ -151,7 +152,7 @@ class RunPlan:
         share = self._endurance()
         told = "" if share is None else f", {share:.2%} of the {self.config.disk_tbw:g} TB that the disk is rated for"
         text = f"a step reads {read:.3g} GB from disk and writes {out:.3g} GB; {steps:,} steps write "
-        text += f"{(written or 0) / 1e12:.3g} TB{told}"
+        text += f"{(written or 0) / 1e12:.3g} TB{told}; rings of {self.options.ring_places} tiles between disk and host"
         return [*lines, *textwrap.wrap(text, TEXT_WIDTH), *textwrap.wrap(self._looked(), TEXT_WIDTH)]
 
     def _looked(self) -> str:
@@ -273,7 +274,8 @@ def _fits(options: EngineOptions, budgets: Budgets, kind: str) -> bool:
 def _settled(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str, budgets: Budgets) -> EngineOptions:
     """What the engine decides by the room there is, decided by max_gpu_memory alone: no device is asked here."""
     host_nbytes = options.max_host_memory or host_room(options.max_host_memory).nbytes
-    return with_disk(_placed(options, decoder, costs, kind, budgets), decoder, kind, budgets, host_nbytes)
+    chosen = with_disk(_placed(options, decoder, costs, kind, budgets), decoder, kind, budgets, host_nbytes)
+    return deepened(chosen, decoder, kind, costs, budgets, host_nbytes)
 
 
 def _placed(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str, budgets: Budgets) -> EngineOptions:

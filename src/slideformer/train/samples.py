@@ -54,7 +54,7 @@ def with_samples(
     if not prompts:
         return options
     shape = _shape(decoder, options, prompts, max_new_tokens)
-    ring = None if options.offload_dir is None else options.disk_ring
+    ring = None if options.offload_dir is None else options.ring_places
     return replace(options, beside_nbytes=beside_nbytes(decoder.layout, shape, disk_ring=ring))
 
 
