@@ -8,6 +8,7 @@ A host lane waits for events in the kernel, not spinning: the cores belong to th
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,9 +29,13 @@ def cuda_available() -> bool:
 def _let_segments_grow() -> None:
     """Have torch's allocator map memory into segments that grow, unless the user has said whether it should: in those
     of fixed sizes working memory left gaps of up to 3.3 GiB under a limit of 24 (8B shape, H200, 2026-11-30)."""
-    now = torch._C._accelerator_getAllocatorSettings()
+    ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # not in torch 2.11
+    now = ask() if ask else os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if "expandable_segments" not in now:
-        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (now, "expandable_segments:True"))))
+        change = (
+            getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+        )
+        change(",".join(filter(None, (now, "expandable_segments:True"))))
 
 
 class _Anchor:
