@@ -13,14 +13,13 @@ from slideformer.memory.host import Arena, arena_nbytes
 from slideformer.memory.state import PlaneName, State
 
 PLANES: tuple[PlaneName, ...] = get_args(PlaneName)
-LEFT_SHARE = 0.05
-"""Of the machine's memory: what is left for others when a snapshot takes what is spare."""
+SPARE_SHARE = 0.5
+"""Of what is free: the page cache and other programs live from the rest, and what they will need is not known here."""
 
 
 def spare_nbytes() -> int:
-    """Host memory that neither this process nor any other uses, less a margin; page cache counts as unused."""
-    limit = host_limit().nbytes
-    return max(min(limit - resident_nbytes(), available_nbytes()) - int(LEFT_SHARE * limit), 0)
+    """Half of the host memory that neither this process nor any other uses; page cache counts as unused."""
+    return max(int(SPARE_SHARE * min(host_limit().nbytes - resident_nbytes(), available_nbytes())), 0)
 
 
 class Snapshot:
