@@ -49,11 +49,11 @@ class Shares:
 
 def main() -> int:
     args = _arguments()
-    run, found = args.run or new_run(), {}
+    args.run = args.run or new_run()
+    found: dict[Shares, dict[str, object]] = {}
     for shares in _runs(args.shares):
-        found[shares] = _in_own_process(args, shares)
-        line = _line(args, shares, found[shares], found[_base_of(shares)])
-        write(shared("host_memory", run, sys.argv) | line, args.out)
+        common, found[shares] = _in_own_process(args, shares)
+        write(common | _line(args, shares, found[shares], found[_base_of(shares)]), args.out)
     return 0
 
 
@@ -90,8 +90,9 @@ def _base_of(shares: Shares) -> Shares:
     return Shares(1.0, 0.0) if shares.weights else Shares(0.0, 0.0)
 
 
-def _in_own_process(args: argparse.Namespace, shares: Shares) -> dict[str, object]:
-    """Forked, so that imports are not done again; nothing of torch has worked here yet."""
+def _in_own_process(args: argparse.Namespace, shares: Shares) -> tuple[dict[str, object], dict[str, object]]:
+    """What all lines share, and what was found. Forked, so that imports are not done again: nothing of torch may work
+    here, not even to ask for the GPU's name."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_measure, args=(args, shares, theirs), name=f"host-memory-{shares}")
@@ -122,7 +123,7 @@ def _measure(args: argparse.Namespace, shares: Shares, to: multiprocessing.conne
             ready_s = time.perf_counter() - began
             times = _steps(engine, args)
             grown = {name: nbytes - before[name] for name, nbytes in _memory().items()}
-            to.send(_found(engine, device, grown, times, ready_s))
+            to.send((shared("host_memory", args.run, sys.argv), _found(engine, device, grown, times, ready_s)))
 
 
 def _options(args: argparse.Namespace, shares: Shares, folder: str) -> EngineOptions:

@@ -82,7 +82,7 @@ def name_of(line: Line) -> str:
     suffix += f"={line['max_grad_norm']:g}" if line["max_grad_norm"] not in (0, USUAL_NORM) else ""
     limit = f"-{line['gpu_limit_gib']:g}" if line["case"] == "ours-auto" and line["gpu_limit_gib"] else ""
     kernels = f"/{line['variant']}" if line.get("variant") else ""
-    disk = ON_DISK if line.get("disk_gib") else ""
+    disk = ON_DISK if "direct" in line else ""
     return f"{line['case']}{limit}{disk}{':' * bool(suffix)}{suffix}{kernels}"
 
 
