@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import torch
 
@@ -29,14 +30,17 @@ not move cannot come late."""
 
 
 LATE_SHARES = ((1, 8), (1, 4), (1, 3), (1, 2), (2, 3))
-"""Streamed blocks out of as many whose update is put off until backward is over, tried in turn. The lowest are never
-late: the next step begins with them."""
+"""Streamed blocks out of as many whose update is put off until backward is over, tried in turn."""
 
 BLOCK_SHARES = (0.9, 0.75, 0.5)
 """Of the resident blocks that have room."""
 
 SLICED_OVER = 1.02
 """How much faster the clock must find a sliced head, whose matrix crosses twice, where the whole has room too."""
+
+TRIED_TILES, FEW_TRIALS = 20_000, 10
+"""Tiles of the plans that are simulated, together: 40 plans of an 8B model, two seconds of one core. Where that is no
+more than so many plans, no patterns are tried (123B in tiles of 16 Mi elements: two seconds a plan and its bytes)."""
 
 KEPT_STARTS = 2
 """Patterns that are looked around from."""
@@ -114,7 +118,7 @@ def place(room: Room) -> EngineOptions:
     if not room.costs.whole_head or room.used(whole) > room.limit:
         return _placed(room, whole if room.layout.output in base.resident else sliced)
     found = _placed(room, whole)
-    if room.layout.output in found.resident or room.layout.output in base.resident:
+    if room.layout.output in found.resident or _Trials(room).few:
         return found
     other = _placed(room, sliced)  # which leaves more to other things
     return other if room.step_s(other) * SLICED_OVER < room.step_s(found) else found
@@ -126,17 +130,45 @@ def _placed(room: Room, base: EngineOptions) -> EngineOptions:
     trials = _Trials(room)
     for order in _orders(room, base):
         trials.try_(_fill(room, base, order))
-    _look_around(room, base, trials)
+    if trials.few:
+        _put_off(room, trials)
+    else:
+        _look_around(room, base, trials)
     return trials.chosen()
 
 
+def _put_off(room: Room, trials: _Trials) -> None:
+    """Try late updates of some blocks of the best."""
+    best = trials.chosen()
+    for share in _lates(room):
+        trial = replace(best, late=_late(room, best, share))
+        trials.try_(trial if trials.fits(trial) else None)
+
+
+def _lates(room: Room) -> tuple[tuple[int, int], ...]:
+    return LATE_SHARES if room.options.late == "auto" and room.options.update == "eager" else ()
+
+
+def _late(room: Room, options: EngineOptions, share: tuple[int, int]) -> tuple[int, ...]:
+    """So many of the streamed blocks. The lowest are never late: the next step begins with them."""
+    streamed = [u for u in room.layout.blocks if u not in options.resident][options.window :]
+    return tuple(u for i, u in enumerate(streamed) if i % share[1] < share[0])
+
+
 class _Trials:
-    """Placements that fit, by the clock."""
+    """Placements that fit, by the clock; of a model of many tiles fewer, since the clock takes as long as its plan."""
 
     def __init__(self, room: Room) -> None:
         self.room = room
         self._seconds: dict[EngineOptions, float] = {}
         self._used: dict[EngineOptions, int] = {}
+        tiles = sum(len(room.layout.tiles(u)) for u in range(len(room.layout.units)))
+        self._left = max(TRIED_TILES // tiles, FEW_TRIALS)
+        self.few = self._left == FEW_TRIALS
+
+    @property
+    def spent(self) -> bool:
+        return self._left == 0
 
     def used(self, options: EngineOptions) -> int:
         if options not in self._used:
@@ -147,12 +179,15 @@ class _Trials:
         return self.used(options) <= self.room.limit
 
     def try_(self, options: EngineOptions | None) -> float:
-        """Seconds of a step; infinite for what does not fit (None)."""
+        """Seconds of a step; infinite for what does not fit (None), and for what is not tried any more."""
         if options is None:
             return math.inf
         if options.late == "auto":
             options = replace(options, late=())
         if options not in self._seconds:
+            if self.spent:
+                return math.inf
+            self._left -= 1
             self._seconds[options] = self.room.step_s(options)
         return self._seconds[options]
 
@@ -217,12 +252,8 @@ class _Patterns:
     def _without_saved(self, pattern: _Pattern) -> EngineOptions:
         base, blocks = self.base, self._ordered(pattern)[: pattern.num_blocks]
         resident = tuple(sorted({*base.resident, *self.ends[: pattern.ends], *blocks}))
-        late = () if base.late == "auto" else base.late
-        if pattern.late is not None:
-            one_of, out_of = pattern.late
-            streamed = [u for u in self.room.layout.blocks if u not in resident][base.window :]
-            late = tuple(u for i, u in enumerate(streamed) if i % out_of < one_of)
-        return replace(base, resident=resident, late=late)
+        found = replace(base, resident=resident, late=() if base.late == "auto" else base.late)
+        return found if pattern.late is None else replace(found, late=_late(self.room, found, pattern.late))
 
     def _with_saved(self, found: EngineOptions) -> EngineOptions:
         room = self.room
@@ -238,11 +269,15 @@ class _Patterns:
 def _look_around(room: Room, base: EngineOptions, trials: _Trials) -> None:
     """Try patterns: first how residents lie, then, from the best of those, what is late and how many there are."""
     patterns = _Patterns(room, base, trials)
-    lates = LATE_SHARES if room.options.late == "auto" and room.options.update == "eager" else ()
-    numbers = sorted({0, min(1, len(patterns.ends)), len(patterns.ends)})
-    starts = [patterns.most(_Pattern(num, spread, 0)) for num in numbers for spread in (False, True)]
-    for start in sorted(starts, key=patterns.seconds)[:KEPT_STARTS]:
-        found = [start, *(patterns.most(replace(start, late=late)) for late in lates)]
+    lates = _lates(room)
+    numbers = sorted({0, min(1, len(patterns.ends)), len(patterns.ends)}, reverse=True)
+    starts: list[tuple[float, _Pattern]] = []
+    for num, spread in product(numbers, (True, False)):
+        if not trials.spent:
+            start = patterns.most(_Pattern(num, spread, 0))
+            starts.append((patterns.seconds(start), start))
+    for _, start in sorted(starts, key=lambda pair: pair[0])[:KEPT_STARTS]:
+        found = [start, *(patterns.most(replace(start, late=late)) for late in lates if not trials.spent)]
         best = min(found, key=patterns.seconds)
         fewer = [replace(best, num_blocks=int(share * start.num_blocks)) for share in BLOCK_SHARES]
         best = min((best, *fewer), key=patterns.seconds)
