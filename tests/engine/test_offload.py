@@ -164,7 +164,7 @@ def test_rings_are_no_deeper_than_the_host_has_room_for():
     most = used(decoder, replace(options, disk_ring=deep)).host_nbytes
     assert deep > RING_PLACES and most > least
     assert depth(shares, disk_nbytes=disk_nbytes, host_nbytes=most) == deep
-    assert depth(shares, disk_nbytes=disk_nbytes, host_nbytes=(most + least) // 2) < deep
+    assert RING_PLACES < depth(shares, disk_nbytes=disk_nbytes, host_nbytes=(most + least) // 2) < deep
     assert depth(shares, disk_nbytes=disk_nbytes, host_nbytes=least) <= RING_PLACES
 
 
