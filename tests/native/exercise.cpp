@@ -92,7 +92,9 @@ struct State {
 
 const sf_scalars kScalars{0.5f, 0.9f, 0.1f, 0.999f, 0.001f, 30.0f, 1e-8f, 0.9999f, 1e-3f};
 
-State adamw(const Library& l, sf_pool* pool, int64_t numel, int shift, int32_t kind, bool in_place) {
+// parts: what is written by each of the calls, out of place.
+State adamw(const Library& l, sf_pool* pool, int64_t numel, int shift, int32_t kind, bool in_place,
+            const std::vector<int32_t>& parts = {SF_ALL}) {
     std::mt19937 random{unsigned(numel * 31 + kind)};
     State state(numel, shift), out(numel, shift);
     state.fill(random);
@@ -104,7 +106,7 @@ State adamw(const Library& l, sf_pool* pool, int64_t numel, int shift, int32_t k
     }
     const void* grad = kind == SF_GRAD_NONE ? nullptr : kind == SF_GRAD_BF16 ? (const void*)half.data : full.data;
     const sf_state from = state.at(), to = out.at();
-    l.sf_adamw_(pool, &kScalars, &from, in_place ? nullptr : &to, kind, grad, numel);
+    for (const int32_t part : parts) l.sf_adamw_(pool, &kScalars, &from, in_place ? nullptr : &to, part, kind, grad, numel);
     return in_place ? std::move(state) : std::move(out);
 }
 
@@ -121,8 +123,8 @@ void rows(const Library& l, sf_pool* pool, int64_t width) {
     for (int64_t i = 0; i < grad.size; ++i) grad.data[i] = uint16_t(0x3c00 + i % 64);
     const sf_state from = state.at(), to = out.at();
     auto call = [&](const std::vector<int64_t>& r, const int64_t* g, int64_t limit) {
-        return l.sf_adamw_rows_(pool, &kScalars, &from, &to, SF_GRAD_BF16, grad.data, r.data(), g, int64_t(r.size()),
-                                num_rows, limit, width);
+        return l.sf_adamw_rows_(pool, &kScalars, &from, &to, SF_ALL, SF_GRAD_BF16, grad.data, r.data(), g,
+                                int64_t(r.size()), num_rows, limit, width);
     };
     require(call({1, 50}, nullptr, 4) == 1, "a row beyond the table is named");
     require(call({1, -1}, nullptr, 4) == 1, "a negative row is named");
@@ -130,8 +132,8 @@ void rows(const Library& l, sf_pool* pool, int64_t width) {
     require(call(picked, grad_rows.data(), 1) == 0, "a gradient row beyond the gradient is named");
     require(state == before, "a refused call changes nothing");
     require(call(picked, grad_rows.data(), 2) == -1, "rows");
-    require(l.sf_adamw_rows_(pool, &kScalars, &from, nullptr, SF_GRAD_NONE, nullptr, picked.data(), nullptr, 4,
-                             num_rows, 0, width) == -1, "rows without a gradient");
+    require(l.sf_adamw_rows_(pool, &kScalars, &from, nullptr, SF_ALL, SF_GRAD_NONE, nullptr, picked.data(), nullptr,
+                             4, num_rows, 0, width) == -1, "rows without a gradient");
     Array<uint16_t> gathered(4 * width, 1);
     auto gather = [&] {
         return l.sf_gather_rows_(pool, state.weight.data, picked.data(), gathered.data, 4, num_rows, 2 * width);
@@ -168,6 +170,8 @@ void everything(const Library& l, sf_pool* pool, sf_pool* plain) {
                 const State expected = adamw(l, plain, numel, shift, kind, true);
                 require(adamw(l, pool, numel, shift, kind, true) == expected, "in place");
                 require(adamw(l, pool, numel, shift, kind, false) == expected, "out of place");
+                for (const int32_t first : {int32_t(SF_WEIGHT), SF_WEIGHT | SF_RESIDUAL})
+                    require(adamw(l, pool, numel, shift, kind, false, {first, SF_ALL - first}) == expected, "in parts");
             }
     for (const int64_t width : {1, 16, 33, 5000}) rows(l, pool, width);
     for (const int64_t numel : {0, 1, 17, 4097, 100003}) planes(l, pool, numel, 1);

@@ -6,7 +6,7 @@ bit for bit the same.
 """
 
 from slideformer.native.disk import NativeDisk, ShortFile, Stopped
-from slideformer.native.kernels import HostKernels, Planes, TorchKernels
+from slideformer.native.kernels import HostKernels, Parts, Planes, TorchKernels
 from slideformer.native.library import NativeKernels
 from slideformer.native.loader import available_cpus, load, load_disk
 
@@ -14,6 +14,7 @@ __all__ = [
     "HostKernels",
     "NativeDisk",
     "NativeKernels",
+    "Parts",
     "Planes",
     "ShortFile",
     "Stopped",

@@ -5,6 +5,7 @@ Arguments are checked here, for both implementations: what reaches C++ are point
 
 from __future__ import annotations
 
+from enum import IntFlag
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,6 +25,20 @@ class Planes(NamedTuple):
     residual: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
+
+
+class Parts(IntFlag):
+    """Of a new state, what is written (enum sf_part)."""
+
+    WEIGHT = 1
+    RESIDUAL = 2
+    MOMENTS = 4
+    ALL = 7
+
+    def fields(self) -> tuple[str, ...]:
+        """Those of `Planes` that are among them."""
+        of = (Parts.WEIGHT, Parts.RESIDUAL, Parts.MOMENTS, Parts.MOMENTS)
+        return tuple(name for name, part in zip(Planes._fields, of, strict=True) if part in self)
 
 
 class HostKernels(Protocol):
@@ -51,12 +66,14 @@ class HostKernels(Protocol):
         hyper: Hyper,
         *,
         out: Planes | None = None,
+        parts: Parts = Parts.ALL,
     ) -> None:
         """Apply one AdamW step to a tile.
 
         weight: bf16 plane, residual: int16 plane, exp_avg, exp_avg_sq: fp32, all [n].
         grad: bf16 or fp32 [n], or None for zero. out: where the new state goes, the old one staying as it is (None: in
-        its place); the two must not overlap. Specification: `slideformer.optim.reference_update`.
+        its place); the two must not overlap. parts: of out, what is written; the others stay as they are.
+        Specification: `slideformer.optim.reference_update`.
         """
         ...
 
@@ -72,12 +89,13 @@ class HostKernels(Protocol):
         hyper: Hyper,
         *,
         out: Planes | None = None,
+        parts: Parts = Parts.ALL,
     ) -> None:
         """Apply one AdamW step to some rows of [V, H] planes and moments.
 
         rows: int64 [n], distinct. grad: bf16 or fp32 [k, H], or None for zero. Row rows[i] takes gradient row
-        grad_rows[i] (int64 [n]; row i if None), or a gradient of zero where that is negative. out: as in `update`; its
-        other rows stay as they are.
+        grad_rows[i] (int64 [n]; row i if None), or a gradient of zero where that is negative. out, parts: as in
+        `update`; its other rows stay as they are.
         """
         ...
 
@@ -118,16 +136,18 @@ class TorchKernels:
         hyper: Hyper,
         *,
         out: Planes | None = None,
+        parts: Parts = Parts.ALL,
     ) -> None:
-        check_tile(weight, residual, grad, exp_avg, exp_avg_sq, out)
-        if out is not None:
-            for target, source in zip(out, (weight, residual, exp_avg, exp_avg_sq), strict=True):
-                target.copy_(source)
-            return self.update(out.weight, out.residual, grad, out.exp_avg, out.exp_avg_sq, hyper)
+        check_tile(weight, residual, grad, exp_avg, exp_avg_sq, out, parts)
         for start in range(0, weight.numel(), TORCH_CHUNK_NUMEL):
-            part = slice(start, start + TORCH_CHUNK_NUMEL)
-            part_grad = None if grad is None else grad[part]
-            reference_update(weight[part], residual[part], part_grad, exp_avg[part], exp_avg_sq[part], hyper)
+            piece = slice(start, start + TORCH_CHUNK_NUMEL)
+            planes = Planes(weight[piece], residual[piece], exp_avg[piece], exp_avg_sq[piece])
+            if out is not None:
+                planes = Planes(*(plane.clone() for plane in planes))
+            part_grad = None if grad is None else grad[piece]
+            reference_update(planes.weight, planes.residual, part_grad, planes.exp_avg, planes.exp_avg_sq, hyper)
+            for name in () if out is None else parts.fields():
+                getattr(out, name)[piece] = getattr(planes, name)
 
     def update_rows(
         self,
@@ -141,8 +161,9 @@ class TorchKernels:
         hyper: Hyper,
         *,
         out: Planes | None = None,
+        parts: Parts = Parts.ALL,
     ) -> None:
-        check_rows(weight, residual, exp_avg, exp_avg_sq, rows, grad, grad_rows, out)
+        check_rows(weight, residual, exp_avg, exp_avg_sq, rows, grad, grad_rows, out, parts)
         num_rows, num = weight.shape[0], rows.numel()
         index = _first((rows < 0) | (rows >= num_rows))
         if index is None and rows.unique().numel() != num:
@@ -153,17 +174,18 @@ class TorchKernels:
             index = grad.shape[0]
         if index is not None:
             raise bad_row(index, rows, num_rows, grad, grad_rows)
-        if out is not None:
-            for target, source in zip(out, (weight, residual, exp_avg, exp_avg_sq), strict=True):
-                target[rows] = source[rows]
-            weight, residual, exp_avg, exp_avg_sq = out
         step = max(TORCH_CHUNK_NUMEL // max(weight.shape[1], 1), 1)
         for start in range(0, num, step):
             part = slice(start, start + step)
             part_grad, part_rows = grad, None if grad_rows is None else grad_rows[part]
             if grad is not None and grad_rows is None:
                 part_grad = grad[:num][part]
-            reference_update_rows(weight, residual, exp_avg, exp_avg_sq, rows[part], part_grad, part_rows, hyper)
+            planes, among = Planes(weight, residual, exp_avg, exp_avg_sq), rows[part]
+            if out is not None:
+                planes, among = Planes(*(plane[among] for plane in planes)), torch.arange(among.numel())
+            reference_update_rows(*planes, among, part_grad, part_rows, hyper)
+            for name in () if out is None else parts.fields():
+                getattr(out, name)[rows[part]] = getattr(planes, name)
 
     def gather_rows(self, src: Tensor, rows: Tensor, out: Tensor) -> None:
         check_gather(src, rows, out)
@@ -191,8 +213,9 @@ def check_tile(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     out: Planes | None = None,
+    parts: Parts = Parts.ALL,
 ) -> None:
-    """Raise ValueError unless these can be the tensors of `HostKernels.update`."""
+    """Raise ValueError unless these can be the arguments of `HostKernels.update`."""
     shape = weight.shape
     _check("weight", weight, (torch.bfloat16,), shape, num_dims=1)
     _check("residual", residual, (torch.int16,), shape)
@@ -200,7 +223,7 @@ def check_tile(
     _check("exp_avg_sq", exp_avg_sq, (torch.float32,), shape)
     if grad is not None:
         _check("grad", grad, (torch.bfloat16, torch.float32), shape)
-    _check_out(out, Planes(weight, residual, exp_avg, exp_avg_sq))
+    _check_out(out, parts, Planes(weight, residual, exp_avg, exp_avg_sq))
 
 
 def check_rows(
@@ -212,8 +235,9 @@ def check_rows(
     grad: Tensor | None,
     grad_rows: Tensor | None,
     out: Planes | None = None,
+    parts: Parts = Parts.ALL,
 ) -> None:
-    """Raise ValueError unless these can be the tensors of `HostKernels.update_rows`, row numbers left aside."""
+    """Raise ValueError unless these can be the arguments of `HostKernels.update_rows`, row numbers left aside."""
     shape = weight.shape
     _check("weight", weight, (torch.bfloat16,), shape, num_dims=2)
     _check("residual", residual, (torch.int16,), shape)
@@ -224,7 +248,7 @@ def check_rows(
         _check("grad", grad, (torch.bfloat16, torch.float32), (*grad.shape[:1], shape[1]))
     if grad_rows is not None:
         _check("grad_rows", grad_rows, (torch.int64,), rows.shape)
-    _check_out(out, Planes(weight, residual, exp_avg, exp_avg_sq))
+    _check_out(out, parts, Planes(weight, residual, exp_avg, exp_avg_sq))
 
 
 def check_gather(src: Tensor, rows: Tensor, out: Tensor) -> None:
@@ -270,8 +294,10 @@ def _check(
         raise ValueError(f"{name} has strides {tensor.stride()}, must be contiguous")
 
 
-def _check_out(out: Planes | None, state: Planes) -> None:
+def _check_out(out: Planes | None, parts: Parts, state: Planes) -> None:
     if out is None:
+        if parts != Parts.ALL:
+            raise ValueError(f"parts is {parts!r} without out; in place all is written, give memory for a part of it")
         return
     for name, target, source in zip(Planes._fields, out, state, strict=True):
         _check(f"out.{name}", target, (source.dtype,), source.shape)

@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from slideformer.native.kernels import Planes, bad_row, check_gather, check_planes, check_rows, check_tile
+from slideformer.native.kernels import Parts, Planes, bad_row, check_gather, check_planes, check_rows, check_tile
 from slideformer.optim import Hyper, Scalars
 
 LIBRARY_NAME = "libslideformer_native.so"
@@ -47,10 +47,10 @@ def open_library(path: Path) -> CDLL:
         "sf_isas": (c_char_p, []),
         "sf_pool_create": (c_void_p, [c_int32, c_char_p]),
         "sf_pool_destroy": (None, [pool]),
-        "sf_adamw": (None, [pool, scalars, state, state, c_int32, c_void_p, c_int64]),
+        "sf_adamw": (None, [pool, scalars, state, state, c_int32, c_int32, c_void_p, c_int64]),
         "sf_adamw_rows": (
             c_int64,
-            [pool, scalars, state, state, c_int32, c_void_p, rows, rows, c_int64, c_int64, c_int64, c_int64],
+            [pool, scalars, state, state, c_int32, c_int32, c_void_p, rows, rows, c_int64, c_int64, c_int64, c_int64],
         ),
         "sf_gather_rows": (c_int64, [pool, c_void_p, rows, c_void_p, c_int64, c_int64, c_int64]),
         "sf_split": (None, [pool, c_void_p, c_void_p, c_void_p, c_int64]),
@@ -108,14 +108,16 @@ class NativeKernels:
         hyper: Hyper,
         *,
         out: Planes | None = None,
+        parts: Parts = Parts.ALL,
     ) -> None:
-        check_tile(weight, residual, grad, exp_avg, exp_avg_sq, out)
+        check_tile(weight, residual, grad, exp_avg, exp_avg_sq, out, parts)
         state = _state(weight, residual, exp_avg, exp_avg_sq)
         self._library.sf_adamw(
             self._running(),
             byref(_scalars(hyper)),
             byref(state),
             None if out is None else byref(_state(*out)),
+            parts,
             _kind(grad),
             _address(grad),
             weight.numel(),
@@ -133,8 +135,9 @@ class NativeKernels:
         hyper: Hyper,
         *,
         out: Planes | None = None,
+        parts: Parts = Parts.ALL,
     ) -> None:
-        check_rows(weight, residual, exp_avg, exp_avg_sq, rows, grad, grad_rows, out)
+        check_rows(weight, residual, exp_avg, exp_avg_sq, rows, grad, grad_rows, out, parts)
         state = _state(weight, residual, exp_avg, exp_avg_sq)
         num_rows, width = weight.shape
         num_grad_rows = 0 if grad is None else grad.shape[0]
@@ -143,6 +146,7 @@ class NativeKernels:
             byref(_scalars(hyper)),
             byref(state),
             None if out is None else byref(_state(*out)),
+            parts,
             _kind(grad),
             _address(grad),
             _address(rows),

@@ -104,18 +104,19 @@ void sf_pool_destroy(sf_pool* pool) {
     if (!pool->threads.forked()) delete pool;
 }
 
-void sf_adamw(sf_pool* pool, const sf_scalars* scalars, const sf_state* state, const sf_state* out, int32_t grad_kind,
-              const void* grad, int64_t numel) {
+void sf_adamw(sf_pool* pool, const sf_scalars* scalars, const sf_state* state, const sf_state* out, int32_t parts,
+              int32_t grad_kind, const void* grad, int64_t numel) {
     const sf_state* to = out ? out : state;
     pool->threads.run(numel, kGrain, [=](int64_t begin, int64_t end) {
-        pool->kernels.adamw(*scalars, state_at(*state, begin), state_at(*to, begin), grad_kind,
+        pool->kernels.adamw(*scalars, state_at(*state, begin), state_at(*to, begin), parts, grad_kind,
                             grad_at(grad_kind, grad, begin), end - begin);
     });
 }
 
 int64_t sf_adamw_rows(sf_pool* pool, const sf_scalars* scalars, const sf_state* state, const sf_state* out,
-                      int32_t grad_kind, const void* grad, const int64_t* rows, const int64_t* grad_rows, int64_t num,
-                      int64_t num_rows, int64_t num_grad_rows, int64_t width) {
+                      int32_t parts, int32_t grad_kind, const void* grad, const int64_t* rows,
+                      const int64_t* grad_rows, int64_t num, int64_t num_rows, int64_t num_grad_rows,
+                      int64_t width) {
     int64_t bad = first_outside(rows, num, num_rows);
     if (bad < 0) bad = first_repeated(rows, num, num_rows);
     if (bad < 0 && grad_kind != SF_GRAD_NONE) bad = first_bad_grad_row(grad_rows, num, num_grad_rows);
@@ -125,8 +126,8 @@ int64_t sf_adamw_rows(sf_pool* pool, const sf_scalars* scalars, const sf_state* 
         for (int64_t i = begin; i < end; ++i) {
             const int64_t grad_row = grad_rows ? grad_rows[i] : i;
             const int32_t kind = grad_row < 0 ? int32_t(SF_GRAD_NONE) : grad_kind;
-            pool->kernels.adamw(*scalars, state_at(*state, rows[i] * width), state_at(*to, rows[i] * width), kind,
-                                grad_at(kind, grad, grad_row * width), width);
+            pool->kernels.adamw(*scalars, state_at(*state, rows[i] * width), state_at(*to, rows[i] * width),
+                                parts, kind, grad_at(kind, grad, grad_row * width), width);
         }
     });
     return -1;

@@ -18,20 +18,11 @@ struct Avx2 {
     static F join(const uint16_t* w, const int16_t* r) {
         return _mm256_castsi256_ps(_mm256_add_epi32(high(w), _mm256_cvtepi16_epi32(load16(r))));
     }
-    static void split(F x, uint16_t* w, int16_t* r) {
-        const __m256i bits = _mm256_castps_si256(x);
-        const __m256i rounded = _mm256_add_epi32(bits, _mm256_set1_epi32(0x8000));
-        store16(w, narrow(_mm256_srai_epi32(rounded, 16)));
-        store16(r, narrow(_mm256_srai_epi32(_mm256_slli_epi32(bits, 16), 16)));
-    }
+    static void store_weight(uint16_t* w, F x) { store16(w, weight_of(x)); }
+    static void store_residual(int16_t* r, F x) { store16(r, residual_of(x)); }
     static void store_past(float* p, F x) { _mm256_stream_ps(p, x); }
-    static void split_past(F x, uint16_t* w, int16_t* r) {
-        const __m256i bits = _mm256_castps_si256(x);
-        const __m256i rounded = _mm256_add_epi32(bits, _mm256_set1_epi32(0x8000));
-        _mm_stream_si128(reinterpret_cast<__m128i*>(w), narrow(_mm256_srai_epi32(rounded, 16)));
-        const __m256i low = _mm256_srai_epi32(_mm256_slli_epi32(bits, 16), 16);
-        _mm_stream_si128(reinterpret_cast<__m128i*>(r), narrow(low));
-    }
+    static void store_weight_past(uint16_t* w, F x) { stream16(w, weight_of(x)); }
+    static void store_residual_past(int16_t* r, F x) { stream16(r, residual_of(x)); }
     static void fence() { _mm_sfence(); }
     static void prefetch(const void* p) { __builtin_prefetch(p); }
     static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
@@ -62,6 +53,14 @@ struct Avx2 {
 private:
     static __m128i load16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
     static void store16(void* p, __m128i x) { _mm_storeu_si128(static_cast<__m128i*>(p), x); }
+    static void stream16(void* p, __m128i x) { _mm_stream_si128(static_cast<__m128i*>(p), x); }
+    static __m128i weight_of(F x) {
+        const __m256i rounded = _mm256_add_epi32(_mm256_castps_si256(x), _mm256_set1_epi32(0x8000));
+        return narrow(_mm256_srai_epi32(rounded, 16));
+    }
+    static __m128i residual_of(F x) {
+        return narrow(_mm256_srai_epi32(_mm256_slli_epi32(_mm256_castps_si256(x), 16), 16));
+    }
     static __m256i high(const uint16_t* p) { return _mm256_slli_epi32(_mm256_cvtepu16_epi32(load16(p)), 16); }
     // Eight int32 that fit into int16, to eight int16.
     static __m128i narrow(__m256i x) {

@@ -18,19 +18,11 @@ struct Avx512 {
     static F join(const uint16_t* w, const int16_t* r) {
         return _mm512_castsi512_ps(_mm512_add_epi32(high(w), _mm512_cvtepi16_epi32(load16(r))));
     }
-    static void split(F x, uint16_t* w, int16_t* r) {
-        const __m512i bits = _mm512_castps_si512(x);
-        const __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000));
-        store16(w, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
-        store16(r, _mm512_cvtepi32_epi16(bits));
-    }
+    static void store_weight(uint16_t* w, F x) { store16(w, weight_of(x)); }
+    static void store_residual(int16_t* r, F x) { store16(r, residual_of(x)); }
     static void store_past(float* p, F x) { _mm512_stream_ps(p, x); }
-    static void split_past(F x, uint16_t* w, int16_t* r) {
-        const __m512i bits = _mm512_castps_si512(x);
-        const __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000));
-        _mm256_stream_si256(reinterpret_cast<__m256i*>(w), _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
-        _mm256_stream_si256(reinterpret_cast<__m256i*>(r), _mm512_cvtepi32_epi16(bits));
-    }
+    static void store_weight_past(uint16_t* w, F x) { stream16(w, weight_of(x)); }
+    static void store_residual_past(int16_t* r, F x) { stream16(r, residual_of(x)); }
     static void fence() { _mm_sfence(); }
     static void prefetch(const void* p) { __builtin_prefetch(p); }
     static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
@@ -59,6 +51,12 @@ struct Avx512 {
 private:
     static __m256i load16(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
     static void store16(void* p, __m256i x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
+    static void stream16(void* p, __m256i x) { _mm256_stream_si256(static_cast<__m256i*>(p), x); }
+    static __m256i weight_of(F x) {
+        const __m512i rounded = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
+        return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+    }
+    static __m256i residual_of(F x) { return _mm512_cvtepi32_epi16(_mm512_castps_si512(x)); }
     static __m512i high(const uint16_t* p) { return _mm512_slli_epi32(_mm512_cvtepu16_epi32(load16(p)), 16); }
     static F mix(F a, F b) {
         return _mm512_castsi512_ps(_mm512_xor_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));

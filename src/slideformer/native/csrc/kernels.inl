@@ -4,10 +4,10 @@
 // AVX-512 flags must never be the copy that the linker keeps for the others.
 //
 // V has: width, F (a vector of floats), and the static functions used below. `flush` makes magnitudes below 2^-125
-// zero and keeps the sign; `one_nan` makes every NaN 0x7FC00000. `store_past` and `split_past` go past the caches (whole
-// cache lines that nobody reads soon; written the ordinary way they would first be read, 12 of 38 bytes an element),
-// need pointers aligned to a cache line, and are ordered by `fence`. The reference is slideformer/optim/adamw.py; the
-// order of operations here is the order there.
+// zero and keeps the sign; `one_nan` makes every NaN 0x7FC00000. `store_weight` and `store_residual` write one half of a
+// float each. The stores that end in `_past` go past the caches (whole cache lines that nobody reads soon; written the
+// ordinary way they would first be read, 12 of 38 bytes an element), need pointers aligned to a cache line, and are
+// ordered by `fence`. The reference is slideformer/optim/adamw.py; the order of operations here is the order there.
 
 namespace {
 
@@ -37,12 +37,11 @@ struct Scalar {
     static void store(float* p, F x) { *p = x; }
     static F load_bf16(const uint16_t* p) { return from_bits(uint32_t(*p) << 16); }
     static F join(const uint16_t* w, const int16_t* r) { return from_bits((uint32_t(*w) << 16) + uint32_t(int32_t(*r))); }
-    static void split(F x, uint16_t* w, int16_t* r) {
-        *w = uint16_t((bits(x) + 0x8000u) >> 16);
-        *r = int16_t(uint16_t(bits(x)));
-    }
+    static void store_weight(uint16_t* w, F x) { *w = uint16_t((bits(x) + 0x8000u) >> 16); }
+    static void store_residual(int16_t* r, F x) { *r = int16_t(uint16_t(bits(x))); }
     static void store_past(float* p, F x) { store(p, x); }
-    static void split_past(F x, uint16_t* w, int16_t* r) { split(x, w, r); }
+    static void store_weight_past(uint16_t* w, F x) { store_weight(w, x); }
+    static void store_residual_past(int16_t* r, F x) { store_residual(r, x); }
     static void fence() {}
     static void prefetch(const void*) {}
     static F mul(F a, F b) { return a * b; }
@@ -85,38 +84,55 @@ struct Gradient<V, SF_GRAD_NONE> {
     static void prefetch(const void*, int64_t) {}
 };
 
-// Elements [i, numel) in steps of V::width; returns where it stopped.
-template <class V, int32_t kind, bool past_caches>
-int64_t adamw_from(int64_t i, const sf_scalars& s, const sf_state& state, const sf_state& to, const void* grad,
-                   int64_t numel) {
+template <class V, bool past_caches>
+void store(float* p, typename V::F x) {
+    past_caches ? V::store_past(p, x) : V::store(p, x);
+}
+
+template <class V, bool past_caches>
+void store_weight(uint16_t* p, typename V::F x) {
+    past_caches ? V::store_weight_past(p, x) : V::store_weight(p, x);
+}
+
+template <class V, bool past_caches>
+void store_residual(int16_t* p, typename V::F x) {
+    past_caches ? V::store_residual_past(p, x) : V::store_residual(p, x);
+}
+
+// Elements [i, numel) in steps of V::width; returns where it stopped. whole: parts is SF_ALL, which is then not asked
+// for every vector. Without either half of the master none of it is read.
+template <class V, int32_t kind, bool past_caches, bool whole>
+int64_t adamw_from(int64_t i, const sf_scalars& s, const sf_state& state, const sf_state& to, int32_t parts,
+                   const void* grad, int64_t numel) {
     using F = typename V::F;
+    const bool weight = whole || parts & SF_WEIGHT, residual = whole || parts & SF_RESIDUAL,
+               moments = whole || parts & SF_MOMENTS, master = weight || residual;
     const F scale = V::set(s.grad_scale), beta1 = V::set(s.beta1), one_minus_beta1 = V::set(s.one_minus_beta1),
             beta2 = V::set(s.beta2), one_minus_beta2 = V::set(s.one_minus_beta2), rsqrt_bias2 = V::set(s.rsqrt_bias2),
             eps = V::set(s.eps), decay = V::set(s.decay), step_size = V::set(s.step_size);
     for (; i + V::width <= numel; i += V::width) {
         V::prefetch(state.exp_avg + i + kAhead);
         V::prefetch(state.exp_avg_sq + i + kAhead);
-        V::prefetch(state.weight + i + kAhead);
-        V::prefetch(state.residual + i + kAhead);
+        if (master) {
+            V::prefetch(state.weight + i + kAhead);
+            V::prefetch(state.residual + i + kAhead);
+        }
         Gradient<V, kind>::prefetch(grad, i + kAhead);
         const F g = Gradient<V, kind>::load(grad, i, scale);
         F m = V::load(state.exp_avg + i);
         F v = V::load(state.exp_avg_sq + i);
-        F p = V::join(state.weight + i, state.residual + i);
         m = V::flush(V::add(V::flush(V::mul(m, beta1)), V::flush(V::mul(g, one_minus_beta1))));
         v = V::flush(V::add(V::flush(V::mul(v, beta2)), V::flush(V::mul(V::flush(V::mul(g, one_minus_beta2)), g))));
-        const F denom = V::add(V::mul(V::sqrt(v), rsqrt_bias2), eps);
-        p = V::flush(V::mul(p, decay));
-        p = V::flush(V::sub(p, V::flush(V::mul(V::flush(V::div(m, denom)), step_size))));
-        if (past_caches) {
-            V::store_past(to.exp_avg + i, V::one_nan(m));
-            V::store_past(to.exp_avg_sq + i, V::one_nan(v));
-            V::split_past(V::one_nan(p), to.weight + i, to.residual + i);
-        } else {
-            V::store(to.exp_avg + i, V::one_nan(m));
-            V::store(to.exp_avg_sq + i, V::one_nan(v));
-            V::split(V::one_nan(p), to.weight + i, to.residual + i);
+        if (moments) {
+            store<V, past_caches>(to.exp_avg + i, V::one_nan(m));
+            store<V, past_caches>(to.exp_avg_sq + i, V::one_nan(v));
         }
+        if (!master) continue;
+        const F denom = V::add(V::mul(V::sqrt(v), rsqrt_bias2), eps);
+        F p = V::flush(V::mul(V::join(state.weight + i, state.residual + i), decay));
+        p = V::one_nan(V::flush(V::sub(p, V::flush(V::mul(V::flush(V::div(m, denom)), step_size)))));
+        if (weight) store_weight<V, past_caches>(to.weight + i, p);
+        if (residual) store_residual<V, past_caches>(to.residual + i, p);
     }
     return i;
 }
@@ -126,33 +142,48 @@ bool on_cache_lines(const sf_state& s) {
     return at % 64 == 0;
 }
 
-template <class V, int32_t kind>
-void adamw_of(const sf_scalars& s, const sf_state& from, const sf_state& to, const void* grad, int64_t numel) {
+template <class V, int32_t kind, bool whole>
+void adamw_of(const sf_scalars& s, const sf_state& from, const sf_state& to, int32_t parts, const void* grad,
+              int64_t numel) {
     int64_t done = 0;
     if (from.weight != to.weight && on_cache_lines(to)) {
-        done = adamw_from<V, kind, true>(0, s, from, to, grad, numel);
+        done = adamw_from<V, kind, true, whole>(0, s, from, to, parts, grad, numel);
         V::fence();
     } else {
-        done = adamw_from<V, kind, false>(0, s, from, to, grad, numel);
+        done = adamw_from<V, kind, false, whole>(0, s, from, to, parts, grad, numel);
     }
-    adamw_from<Scalar, kind, false>(done, s, from, to, grad, numel);
+    adamw_from<Scalar, kind, false, whole>(done, s, from, to, parts, grad, numel);
+}
+
+template <class V, int32_t kind>
+void adamw_of(const sf_scalars& s, const sf_state& from, const sf_state& to, int32_t parts, const void* grad,
+              int64_t numel) {
+    if (parts == SF_ALL) return adamw_of<V, kind, true>(s, from, to, parts, grad, numel);
+    adamw_of<V, kind, false>(s, from, to, parts, grad, numel);
 }
 
 template <class V>
-void adamw(const sf_scalars& s, const sf_state& from, const sf_state& to, int32_t grad_kind, const void* grad,
-           int64_t numel) {
+void adamw(const sf_scalars& s, const sf_state& from, const sf_state& to, int32_t parts, int32_t grad_kind,
+           const void* grad, int64_t numel) {
     switch (grad_kind) {
-        case SF_GRAD_BF16: return adamw_of<V, SF_GRAD_BF16>(s, from, to, grad, numel);
-        case SF_GRAD_FP32: return adamw_of<V, SF_GRAD_FP32>(s, from, to, grad, numel);
-        default: return adamw_of<V, SF_GRAD_NONE>(s, from, to, grad, numel);
+        case SF_GRAD_BF16: return adamw_of<V, SF_GRAD_BF16>(s, from, to, parts, grad, numel);
+        case SF_GRAD_FP32: return adamw_of<V, SF_GRAD_FP32>(s, from, to, parts, grad, numel);
+        default: return adamw_of<V, SF_GRAD_NONE>(s, from, to, parts, grad, numel);
     }
 }
 
 template <class V>
 void split(const float* master, uint16_t* weight, int16_t* residual, int64_t numel) {
     int64_t i = 0;
-    for (; i + V::width <= numel; i += V::width) V::split(V::load(master + i), weight + i, residual + i);
-    for (; i < numel; ++i) Scalar::split(Scalar::load(master + i), weight + i, residual + i);
+    for (; i + V::width <= numel; i += V::width) {
+        const typename V::F x = V::load(master + i);
+        V::store_weight(weight + i, x);
+        V::store_residual(residual + i, x);
+    }
+    for (; i < numel; ++i) {
+        Scalar::store_weight(weight + i, master[i]);
+        Scalar::store_residual(residual + i, master[i]);
+    }
 }
 
 template <class V>

@@ -18,13 +18,15 @@ struct Neon {
     static F join(const uint16_t* w, const int16_t* r) {
         return vreinterpretq_f32_u32(vaddq_u32(high(w), vreinterpretq_u32_s32(vmovl_s16(vld1_s16(r)))));
     }
-    static void split(F x, uint16_t* w, int16_t* r) {
-        const uint32x4_t bits = vreinterpretq_u32_f32(x);
-        vst1_u16(w, vshrn_n_u32(vaddq_u32(bits, vdupq_n_u32(0x8000)), 16));
-        vst1_s16(r, vreinterpret_s16_u16(vmovn_u32(bits)));
+    static void store_weight(uint16_t* w, F x) {
+        vst1_u16(w, vshrn_n_u32(vaddq_u32(vreinterpretq_u32_f32(x), vdupq_n_u32(0x8000)), 16));
+    }
+    static void store_residual(int16_t* r, F x) {
+        vst1_s16(r, vreinterpret_s16_u16(vmovn_u32(vreinterpretq_u32_f32(x))));
     }
     static void store_past(float* p, F x) { store(p, x); }
-    static void split_past(F x, uint16_t* w, int16_t* r) { split(x, w, r); }
+    static void store_weight_past(uint16_t* w, F x) { store_weight(w, x); }
+    static void store_residual_past(int16_t* r, F x) { store_residual(r, x); }
     static void fence() {}
     static void prefetch(const void* p) { __builtin_prefetch(p); }
     static F mul(F a, F b) { return vmulq_f32(a, b); }

@@ -24,6 +24,9 @@ struct sf_state {
     float* exp_avg_sq;
 };
 
+// Of a state, to be written: any sum of these.
+enum sf_part { SF_WEIGHT = 1, SF_RESIDUAL = 2, SF_MOMENTS = 4, SF_ALL = 7 };
+
 enum sf_grad { SF_GRAD_NONE = 0, SF_GRAD_BF16 = 1, SF_GRAD_FP32 = 2 };
 
 // SHA-256 over the sources that this library was built from; the loader takes no library of other sources.
@@ -39,17 +42,19 @@ SF_API sf_pool* sf_pool_create(int32_t threads, const char* isa);
 SF_API void sf_pool_destroy(sf_pool* pool);
 
 // One AdamW step over `numel` elements; grad_kind says what `grad` points to. The new state goes to `out`, or takes the
-// old one's place if that is null; the two must be the same arrays or not overlap.
+// old one's place if that is null; the two must be the same arrays or not overlap. Of `out` only `parts` are written
+// (sf_part; SF_ALL without one).
 SF_API void sf_adamw(sf_pool* pool, const sf_scalars* scalars, const sf_state* state, const sf_state* out,
-                     int32_t grad_kind, const void* grad, int64_t numel);
+                     int32_t parts, int32_t grad_kind, const void* grad, int64_t numel);
 
 // The same for the rows `rows[0..num]` of [num_rows, width] arrays; row rows[i] takes row grad_rows[i] of the
 // [num_grad_rows, width] gradient (row i if grad_rows is null), or a gradient of zero where that is negative.
 // Returns -1, or the first i whose row is out of range or occurs twice, or whose gradient row is out of range;
 // then nothing was changed.
 SF_API int64_t sf_adamw_rows(sf_pool* pool, const sf_scalars* scalars, const sf_state* state, const sf_state* out,
-                             int32_t grad_kind, const void* grad, const int64_t* rows, const int64_t* grad_rows,
-                             int64_t num, int64_t num_rows, int64_t num_grad_rows, int64_t width);
+                             int32_t parts, int32_t grad_kind, const void* grad, const int64_t* rows,
+                             const int64_t* grad_rows, int64_t num, int64_t num_rows, int64_t num_grad_rows,
+                             int64_t width);
 
 // out[i] = src[rows[i]] for rows of row_nbytes bytes. Returns -1, or the first i out of range (nothing was written).
 SF_API int64_t sf_gather_rows(sf_pool* pool, const void* src, const int64_t* rows, void* out, int64_t num,
