@@ -7,6 +7,7 @@ import torch
 
 from engine.toys import (
     engine_on,
+    on_disk,
     repeated,
     run_engine,
     run_sequential,
@@ -55,6 +56,41 @@ def test_clipped_and_unclipped_steps_equal_the_sequential_loop(tied, ahead, micr
     with engine_on(decoder, options, CpuDevice(jitter_s=1e-3, poison=True)) as engine:
         assert run_engine(engine, steps) == expected
     assert True in settled and False in settled
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("sliced", [False, True], ids=["", "sliced head"])
+def test_every_step_clipped_beside_resident_units_and_others_on_disk(tied, dtype, sliced, tmp_path, settled):
+    decoder = toy_decoder(tied=tied, dtype=dtype)
+    last = len(decoder.layout.units) - 1
+    options = toy_options(
+        micro_batches=2,
+        max_grad_norm=0.5,
+        ahead=(0, 1, last),
+        resident=(2,),
+        disk=on_disk(decoder, units=(3,)),
+        saved_on_device=0,
+        saved_on_disk=3,
+        sliced_head=sliced,
+        offload_dir=str(tmp_path / "disk"),
+    )
+    steps = repeated(toy_batch(2))
+    expected = run_sequential(decoder, options, steps)
+    assert min(expected.norms) > 0.5
+    with engine_on(decoder, options, CpuDevice(jitter_s=1e-3, poison=True)) as engine:
+        assert run_engine(engine, steps) == expected
+    assert set(settled) == {False}
+
+
+def test_after_a_step_both_halves_of_a_settled_tile_are_in_one_copy():
+    """Weights are uploaded from the copy that its moments go to, whatever the step was."""
+    decoder = toy_decoder(dtype=torch.bfloat16)
+    options = toy_options(max_grad_norm=CLIP, ahead=(0, 1, 2))
+    with engine_on(decoder, options) as engine:
+        run_engine(engine, repeated(toy_batch())[:1])
+        swapped = {twin.index for twin in engine.state.twins.values()}
+        assert swapped == {1}, "a clipped step settles in the other copy too"
 
 
 def test_a_frozen_end_of_a_unit_is_in_both_copies():

@@ -122,6 +122,23 @@ def test_reading_after_a_failure_waits_for_the_update_that_is_still_at_work():
             engine.read(0, 0, 4)
 
 
+@pytest.mark.parametrize("kind", [OpKind.COMPLETE, OpKind.COMPLETE_ROWS], ids=str)
+def test_new_weights_without_the_rest_of_the_new_state_are_torn(kind):
+    first = first_of_each_kind(plan_of("ahead, clipped", STEP))[kind]
+
+    def before(number: int) -> None:
+        if number == first:
+            raise Boom
+
+    settings = toy_options(**SETTINGS["ahead, clipped"])
+    with engine_on(decoder(), settings, HookedDevice(before=before)) as engine:
+        write_weights(engine.layout, engine)
+        with pytest.raises(LaneFailure):
+            engine.step(tiny_batch(2), lr=LR).wait()
+        with pytest.raises(RunFailed, match="torn"):
+            engine.read(0, 0, 4)
+
+
 def test_a_device_closed_too_early_is_an_error_not_a_hang():
     device = CpuDevice()
     engine = Engine(decoder(), device, toy_options(**SETTINGS["eager"]))

@@ -69,7 +69,8 @@ OPTIONAL = {
     (OpKind.REDUCE_OUTPUT, "row_grad"), (OpKind.REDUCE_OUTPUT, "batch"),
     (OpKind.UPDATE, "norms"), (OpKind.UPDATE_REST, "norms"), (OpKind.UPDATE_ROWS, "norms"),
     (OpKind.UPDATE_REST, "grad"), (OpKind.REST_AHEAD, "grad"), (OpKind.SETTLE_ROWS, "grad"),
-    (OpKind.UPDATE_AHEAD, "norms"), (OpKind.REST_AHEAD, "norms"),
+    (OpKind.UPDATE_AHEAD, "norms"), (OpKind.REST_AHEAD, "norms"), (OpKind.COMPLETE, "residual"),
+    (OpKind.COMPLETE_ROWS, "residual"), (OpKind.COMPLETE_ROWS, "grad"),
 }  # fmt: skip
 """What some ops of a kind have and others have not, and so an action asks for. Only the proof knows when it must be
 there."""

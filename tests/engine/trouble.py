@@ -12,7 +12,7 @@ SPILLING = {"saved_on_device": 1, "hidden_ring": 2, "micro_batches": 2}
 SETTINGS = {
     "eager": {**EAGER, **SPILLING},
     "deferred": {**DEFERRED, **SPILLING},
-    "ahead": {**DEFERRED, **SPILLING, "max_grad_norm": 100.0, "ahead": (0, 1, 2)},
+    "ahead, clipped": {**DEFERRED, **SPILLING, "ahead": (0, 1, 2)},
     "sliced head": {**EAGER, **SPILLING, "sliced_head": True},
     "disk": {
         **EAGER,

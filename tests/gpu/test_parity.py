@@ -44,6 +44,8 @@ CASES = {
     "eager": {"update": "eager", "max_grad_norm": 0.0},
     "deferred": {"update": "deferred", "max_grad_norm": 1.0},
     "ahead": {"update": "deferred", "max_grad_norm": 10.0, "ahead": (0, 1, 2, 5, 9)},
+    "ahead, every step clipped": {"update": "deferred", "max_grad_norm": 0.01, "ahead": (0, 1, 2, 5, 9)},
+    "all ahead, every step clipped": {"update": "deferred", "max_grad_norm": 0.01, "ahead": tuple(range(18))},
     "some resident": {"update": "eager", "max_grad_norm": 0.0, "resident": (0, 1, 2, 3, 17), "keep": (1, 3)},
     "late updates, sliced head": {
         "update": "eager",

@@ -30,6 +30,7 @@ from slideformer.schedule import (
 )
 from slideformer.schedule.ops import STATE_PLACES
 
+COMPLETES = (OpKind.COMPLETE, OpKind.COMPLETE_ROWS)
 RESIDENT_UPDATES = (OpKind.UPDATE_RESIDENT, OpKind.UPDATE_RESIDENT_TABLE)
 UPDATES = (OpKind.UPDATE, OpKind.UPDATE_REST, OpKind.UPDATE_ROWS, OpKind.SETTLE, OpKind.SETTLE_ROWS)
 
@@ -128,6 +129,21 @@ def test_every_trained_tile_is_updated_exactly_once_and_no_frozen_one(case: Case
     assert whole == Counter(u for u in resident if case.layout.units[u].train_numel)
     moved = {op.unit for op in case.plan.ops if op.lane is LaneName.DOWNLOAD and op.unit >= 0}
     assert moved == {u for u in units if case.layout.units[u].train_numel}
+
+
+@given(cases(training=True))
+@settings(max_examples=60, deadline=None)
+def test_what_no_upload_waits_for_is_completed_last_in_the_order_in_which_gradients_land(case: Case):
+    lane = [op for op in case.plan.ops if op.lane is LaneName.UPDATE]
+    ahead = [(op.unit, op.tile) for op in lane if op.kind in (OpKind.UPDATE_AHEAD, OpKind.REST_AHEAD)]
+    assert [(op.unit, op.tile) for op in lane if op.kind in COMPLETES] == ahead
+    assert all(op.kind in COMPLETES for op in lane[len(lane) - len(ahead) :])
+    read = {Place.WEIGHT, Place.RESIDUAL} if case.options.fp32_compute else {Place.WEIGHT}
+    for op in lane:
+        if op.kind in COMPLETES:
+            assert not {a.buffer.place for a in op.accesses} & read
+    waits = {(op.kind, w.index) for op, ws in zip(case.plan.ops, case.plan.waits, strict=True) for w in ws}
+    assert not [kind for kind, index in waits if kind is OpKind.UPLOAD and case.plan.ops[index].kind in COMPLETES]
 
 
 @given(cases())

@@ -150,9 +150,10 @@ def assumed(layout: Layout, shape: BatchShape, rates: Rates) -> Costs:
     return Costs(rates, tuple(blocks), 3 * loss_s, loss_s, logits, measured=False)
 
 
-def cost_of(layout: Layout, shape: BatchShape, costs: Costs) -> Callable[[Op], float]:
-    """Seconds of each op for full batches of `shape`. An update ahead is taken to hold."""
-    return _Clock(layout, shape, costs).seconds
+def cost_of(layout: Layout, shape: BatchShape, costs: Costs, *, clipped: bool = False) -> Callable[[Op], float]:
+    """Seconds of each op for full batches of `shape`. clipped: by so much that updates ahead are given up at once; else
+    they hold."""
+    return _Clock(layout, shape, costs, clipped).seconds
 
 
 def disk_traffic(plan: Plan, layout: Layout, shape: BatchShape) -> tuple[int, int]:
@@ -178,15 +179,16 @@ def _stored_nbytes(op: Op, layout: Layout, shape: BatchShape) -> int:
     return found
 
 
-def predicted_s(plan: Plan, layout: Layout, shape: BatchShape, costs: Costs) -> float:
+def predicted_s(plan: Plan, layout: Layout, shape: BatchShape, costs: Costs, *, clipped: bool = False) -> float:
     """Of a step among others like it: by the virtual clock, and no faster than the disk, which all of its lanes share,
-    moves what there is to move."""
-    found = joined_step_s(plan, cost_of(layout, shape, costs))
+    moves what there is to move. clipped: see `cost_of`."""
+    found = joined_step_s(plan, cost_of(layout, shape, costs, clipped=clipped))
     return max(found, sum(disk_traffic(plan, layout, shape)) / costs.rates.disk_nbytes)
 
 
 class _Clock:
-    def __init__(self, layout: Layout, shape: BatchShape, costs: Costs) -> None:
+    def __init__(self, layout: Layout, shape: BatchShape, costs: Costs, clipped: bool) -> None:
+        self.clipped = clipped
         self.layout, self.shape, self.costs, self.rates = layout, shape, costs, costs.rates
         self.micro_batches, self.itemsize = shape.micro_batches, shape.dtype.itemsize
         vocabulary = layout.units[0].params[0].shape[0]
@@ -260,13 +262,23 @@ class _Clock:
 
     def updated_s(self, op: Op) -> float | None:
         match op.kind:
+            case OpKind.UPDATE_AHEAD | OpKind.REST_AHEAD if self.clipped:
+                return 0.0
+            case OpKind.SETTLE | OpKind.COMPLETE | OpKind.COMPLETE_ROWS if not self.clipped:
+                return 0.0
             case OpKind.UPDATE | OpKind.UPDATE_AHEAD:
-                return self._trained_numel(op) / self.update_numel
+                share = 1.0
+            case OpKind.SETTLE | OpKind.SETTLE_ROWS if self.clipped:  # reads everything, and writes what is uploaded
+                share = (12 + 2 * self.itemsize) / (24 + self.itemsize)
+            case OpKind.COMPLETE | OpKind.COMPLETE_ROWS:  # reads the gradient, and planes where one is left to write
+                share = ((12 if self.itemsize < 4 else 8) + 12) / (24 + self.itemsize)
             case OpKind.UPDATE_REST | OpKind.REST_AHEAD:
-                return (1 - self.touched) * self._trained_numel(op) / self.update_numel
+                share = 1 - self.touched
             case OpKind.UPDATE_ROWS | OpKind.SETTLE_ROWS:
-                return self.touched * self._trained_numel(op) / self.update_numel
-        return None
+                share = self.touched
+            case _:
+                return None
+        return share * self._trained_numel(op) / self.update_numel
 
     def stored_s(self, op: Op) -> float:
         """Whatever the disk moves, also straight from or to the device, if nothing else moves there: the clock knows

@@ -1,8 +1,9 @@
 """The update lane's work on the state: tiles, rows of the table, in place or ahead of the verdict.
 
 Ahead: while backward still runs, new planes and moments are written to the tile's spare copy as if nothing were
-clipped. When the global norm is known and does not clip, the spare copy becomes the state; if it does, the update is
-done again from the old copy, in place, with the right factor. Either way the result is that of the update in place.
+clipped. When the global norm is known and does not clip, the spare copy becomes the state. If it does, the spare copy
+first gets the new weights, which is all that the next forward reads, and the rest of the new state after all tiles'
+weights; both from the old copy, with the right factor. Either way the result is that of the update in place.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from slideformer.engine.options import EngineOptions
 from slideformer.engine.reach import Reach
 from slideformer.engine.run import CANNOT_BE_TAKEN_BACK, NonFinite, Run, Verdict
 from slideformer.layout import Layout
-from slideformer.native import HostKernels, Planes
+from slideformer.native import HostKernels, Parts, Planes
 from slideformer.optim import Hyper
 from slideformer.schedule import Op, OpKind
 
@@ -37,6 +38,8 @@ class Updates:
             OpKind.REST_AHEAD: self.rest_ahead,
             OpKind.SETTLE: self.settle,
             OpKind.SETTLE_ROWS: self.settle_rows,
+            OpKind.COMPLETE: self.complete,
+            OpKind.COMPLETE_ROWS: self.complete_rows,
         }
 
     def next_verdict(self, run: Run, *, grad_scale: float) -> Verdict:
@@ -83,25 +86,45 @@ class Updates:
             run.ahead.add((op.unit, op.tile))
 
     def settle(self, reach: Reach, run: Run, op: Op) -> None:
-        verdict = self._permitted(reach, run)
+        verdict, twin = self._permitted(reach, run), reach.twin("spare")
         if verdict is None:
             return
-        if self._holds(run, op, verdict):
-            reach.twin("spare").swap()
-        else:
-            self._tile(op, self._planes(reach, op), reach["grad"], verdict)
+        if not self._holds(run, op, verdict):
+            self._tile(op, self._planes(reach, op), reach["grad"], verdict, out=twin.other, parts=_new_parts(op))
+        twin.swap()
 
     def settle_rows(self, reach: Reach, run: Run, op: Op) -> None:
-        verdict = self._permitted(reach, run)
+        """Rows that the batch did not touch are there already if what was done ahead holds."""
+        verdict, twin, rows = self._permitted(reach, run), reach.twin("spare"), reach["row_grad"]
         if verdict is None:
             return
-        twin, rows = reach.twin("spare"), reach["row_grad"]
-        if self._holds(run, op, verdict):
-            self._rows(op, run, self._planes(reach, op), rows, verdict, out=twin.other)
-            twin.swap()
-        else:
-            self._rest(op, run, self._planes(reach, op), _optional(reach, "grad"), verdict)
-            self._rows(op, run, self._planes(reach, op), rows, verdict)
+        planes, parts = self._planes(reach, op), Parts.ALL
+        if not self._holds(run, op, verdict):
+            parts = _new_parts(op)
+            self._rest(op, run, planes, _optional(reach, "grad"), verdict, out=twin.other, parts=parts)
+        self._rows(op, run, planes, rows, verdict, out=twin.other, parts=parts)
+        twin.swap()
+
+    def complete(self, reach: Reach, run: Run, op: Op) -> None:
+        """What `settle` has left out, from the copy that was the current one before it."""
+        verdict = self._permitted(reach, run)
+        if verdict is not None and not self._holds(run, op, verdict):
+            old, new, parts = self._half_new(reach, op)
+            self._tile(op, old, reach["grad"], verdict, out=new, parts=parts)
+
+    def complete_rows(self, reach: Reach, run: Run, op: Op) -> None:
+        verdict = self._permitted(reach, run)
+        if verdict is not None and not self._holds(run, op, verdict):
+            old, new, parts = self._half_new(reach, op)
+            self._rest(op, run, old, _optional(reach, "grad"), verdict, out=new, parts=parts)
+            self._rows(op, run, old, reach["row_grad"], verdict, out=new, parts=parts)
+
+    def _half_new(self, reach: Reach, op: Op) -> tuple[Planes, Planes, Parts]:
+        """Of a settled tile: the old state, where the new one is, and what that still lacks."""
+        twin, parts = reach.twin("spare"), _new_parts(op)
+        numel = self.layout.tiles(op.unit, trained=True)[op.tile].numel
+        old, new = (Planes(*(plane[:numel] for plane in copy)) for copy in (twin.other, twin.current))
+        return old, new._replace(**{plane: reach[plane][:numel] for plane in parts.fields()}), parts
 
     def _hopeful(self, reach: Reach, run: Run, op: Op) -> bool:
         """Whether the step may still end unclipped: the sum of squares only grows."""
@@ -136,7 +159,16 @@ class Updates:
         numel = self.layout.tiles(op.unit, trained=True)[op.tile].numel
         return Planes(*(reach[plane][:numel] for plane in Planes._fields))
 
-    def _tile(self, op: Op, planes: Planes, grad: torch.Tensor, verdict: Verdict, *, out: Planes | None = None) -> None:
+    def _tile(
+        self,
+        op: Op,
+        planes: Planes,
+        grad: torch.Tensor,
+        verdict: Verdict,
+        *,
+        out: Planes | None = None,
+        parts: Parts = Parts.ALL,
+    ) -> None:
         unit = self.layout.units[op.unit]
         tile = self.layout.tiles(op.unit, trained=True)[op.tile]
         decaying = min(max(unit.decay_numel - tile.start, 0), tile.numel)
@@ -144,7 +176,7 @@ class Updates:
             if part.stop > part.start:
                 weight, residual, exp_avg, exp_avg_sq = (plane[part] for plane in planes)
                 to = None if out is None else Planes(*(plane[part] for plane in out))
-                self.kernels.update(weight, residual, grad[part], exp_avg, exp_avg_sq, hyper, out=to)
+                self.kernels.update(weight, residual, grad[part], exp_avg, exp_avg_sq, hyper, out=to, parts=parts)
 
     def _rest(
         self,
@@ -155,6 +187,7 @@ class Updates:
         verdict: Verdict,
         *,
         out: Planes | None = None,
+        parts: Parts = Parts.ALL,
     ) -> None:
         touched, _, _ = run.feed.rows_by_tile[op.tile]
         rest = torch.ones(planes.weight.numel() // self._width(op), dtype=torch.bool)
@@ -162,16 +195,24 @@ class Updates:
         rows = rest.nonzero().squeeze(1)
         if grad is not None:
             grad = grad[: planes.weight.numel()].view(-1, self._width(op))
-        self._some_rows(op, planes, rows, grad, None if grad is None else rows, verdict, out)
+        self._some_rows(op, planes, rows, grad, None if grad is None else rows, verdict, out, parts)
 
     def _rows(
-        self, op: Op, run: Run, planes: Planes, grad: torch.Tensor, verdict: Verdict, *, out: Planes | None = None
+        self,
+        op: Op,
+        run: Run,
+        planes: Planes,
+        grad: torch.Tensor,
+        verdict: Verdict,
+        *,
+        out: Planes | None = None,
+        parts: Parts = Parts.ALL,
     ) -> None:
         rows, begin, end = run.feed.rows_by_tile[op.tile]
         if end > begin:
             width = self._width(op)
             part = grad[begin * width : end * width].view(-1, width)
-            self._some_rows(op, planes, rows, part, None, verdict, out)
+            self._some_rows(op, planes, rows, part, None, verdict, out, parts)
 
     def _some_rows(
         self,
@@ -182,15 +223,22 @@ class Updates:
         grad_rows: torch.Tensor | None,
         verdict: Verdict,
         out: Planes | None,
+        parts: Parts,
     ) -> None:
         width = self._width(op)
         hyper = verdict.decay if self.layout.units[op.unit].decay_numel else verdict.plain
         matrices = (plane.view(-1, width) for plane in planes)
         to = None if out is None else Planes(*(plane.view(-1, width) for plane in out))
-        self.kernels.update_rows(*matrices, rows, grad, grad_rows, hyper, out=to)
+        self.kernels.update_rows(*matrices, rows, grad, grad_rows, hyper, out=to, parts=parts)
 
     def _width(self, op: Op) -> int:
         return self.layout.units[op.unit].row_numel
+
+
+def _new_parts(op: Op) -> Parts:
+    """What is as it is to be after the step when the op is done, and was not before."""
+    new = {a.role for a in op.accesses if a.leaves == (a.role, op.unit, op.tile, 1)}
+    return Parts(sum(part for part in Parts if new & set(part.fields())))
 
 
 def _optional(reach: Reach, role: str) -> torch.Tensor | None:

@@ -28,7 +28,9 @@ PlaneName = Literal["weight", "residual", "exp_avg", "exp_avg_sq"]  # the fields
 
 
 class Twin:
-    """Two copies of one tile's state. One is current; an update ahead of its verdict writes the other."""
+    """Two copies of one tile's state. One is current; an update ahead of its verdict writes the other, which becomes
+    current. In a clipped step that happens when it has the new weights; it gets the rest from the old one.
+    """
 
     __slots__ = ("_copies", "_index")
 

@@ -14,6 +14,8 @@ from slideformer.schedule.ops import Content, Op, OpKind, Place
 from slideformer.schedule.options import StepOptions, Update
 
 STATE = (Place.WEIGHT, Place.RESIDUAL, Place.EXP_AVG, Place.EXP_AVG_SQ)
+AHEAD = {OpKind.UPDATE_AHEAD, OpKind.REST_AHEAD}
+SETTLES, COMPLETES = {OpKind.SETTLE, OpKind.SETTLE_ROWS}, {OpKind.COMPLETE, OpKind.COMPLETE_ROWS}
 
 
 class Effect(NamedTuple):
@@ -235,24 +237,35 @@ class Effects:
             case OpKind.UPDATE_REST:
                 yield Effect("verdict", Place.VERDICT, ("verdict",), None)
                 yield from self._state(0, tile, 0, "rest")
-            case OpKind.UPDATE_AHEAD | OpKind.REST_AHEAD:
-                yield from self._state(unit, tile, 0)
-                yield Effect("spare", Place.SPARE, None, ("spare", unit, tile))
-                if unit or self.layout.tied:
-                    yield Effect("grad", Place.GRAD_HOST, ("landed", unit, tile), None)
-                    yield Effect("norms", Place.NORM_HOST, ("norm", unit, self._part(unit, tile)), None)
-            case OpKind.SETTLE | OpKind.SETTLE_ROWS:
-                yield Effect("verdict", Place.VERDICT, ("verdict",), None)
-                yield from self._state(unit, tile, 0, 1)
-                yield Effect("spare", Place.SPARE, ("spare", unit, tile), ("spent", unit, tile))
-                if unit or self.layout.tied:
-                    yield Effect("grad", Place.GRAD_HOST, ("landed", unit, tile), None)
-                if op.kind is OpKind.SETTLE_ROWS:
-                    yield Effect("row_grad", Place.ROW_GRAD_HOST, ("row_grad",), None)
+            case kind if kind in AHEAD | SETTLES | COMPLETES:
+                yield from self._early(op)
             case OpKind.UPDATE_ROWS:
                 yield Effect("grad", Place.ROW_GRAD_HOST, ("row_grad",), None)
                 yield from self._permits(0, 1)
                 yield from self._state(0, tile, "rest", 1)
+
+    def _early(self, op: Op) -> Iterator[Effect]:
+        """Updates ahead of the verdict, and what becomes of them in two turns: uploads wait for the first alone."""
+        unit, tile, whole = op.unit, op.tile, op.unit or self.layout.tied
+        settles = op.kind in SETTLES
+        if whole:
+            yield Effect("grad", Place.GRAD_HOST, ("landed", unit, tile), None)
+        if op.kind in AHEAD:
+            yield from self._state(unit, tile, 0)
+            yield Effect("spare", Place.SPARE, None, ("spare", unit, tile))
+            if whole:
+                yield Effect("norms", Place.NORM_HOST, ("norm", unit, self._part(unit, tile)), None)
+            return
+        before, after = ("spare", "settled") if settles else ("settled", "spent")
+        yield Effect("verdict", Place.VERDICT, ("verdict",), None)
+        yield Effect("spare", Place.SPARE, (before, unit, tile), (after, unit, tile))
+        if unit == 0:
+            yield Effect("row_grad", Place.ROW_GRAD_HOST, ("row_grad",), None)
+        for effect in self._state(unit, tile, *((0, "settled") if settles else ("settled", 1))):
+            if effect.place not in self._read_planes:
+                yield effect
+            elif settles:
+                yield effect._replace(leaves=(str(effect.place), unit, tile, 1))
 
     def _stored(self, op: Op) -> Iterator[Effect]:
         """Between disk and staging memory: what of a tile is on disk, for its update (of the table: the first, which

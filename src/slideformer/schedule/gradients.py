@@ -25,6 +25,7 @@ class Gradients(Program):
         self.grad_slot = {unit: i % options.grad_slots for i, unit in enumerate(downward)}
         self.next_ring = 0
         self.norms: list[tuple[int, int]] = []
+        self.early: list[tuple[int, int]] = []  # (unit, tile) updated ahead, in the order in which gradients land
 
     # buffers
 
@@ -184,23 +185,40 @@ class Gradients(Program):
             norms = Access("norms", Buffer(Place.NORM_HOST, part), ("norm", *part), None)
             accesses += [Access("grad", landing, ("landed", unit, tile), None), norms]
         accesses.append(Access("spare", Buffer(Place.SPARE, (unit, tile)), None, ("spare", unit, tile)))
+        self.early.append((unit, tile))
         kind = OpKind.REST_AHEAD if unit == self.table else OpKind.UPDATE_AHEAD
         self.emit(kind, LaneName.UPDATE, *accesses, unit=unit, tile=tile)
 
     def settle(self, unit: int, tile: int) -> None:
-        accesses = [self.verdict(), *self.state(unit, tile, 0, 1)]
-        accesses.append(
-            Access("spare", Buffer(Place.SPARE, (unit, tile)), ("spare", unit, tile), ("spent", unit, tile))
-        )
-        if unit != self.table or self.layout.tied:
-            accesses.append(Access("grad", Buffer(Place.GRAD_HOST, (unit, tile)), ("landed", unit, tile), None))
-        if unit == self.table:
-            accesses.append(Access("row_grad", Buffer(Place.ROW_GRAD_HOST), ("row_grad",), None))
+        """The new weights are there. What else the new state has, only `complete` may find before it is whole."""
+        accesses = [*self.at_hand(unit, tile), self.spare(unit, tile, "spare", "settled")]
+        for access in self.state(unit, tile, 0, "settled"):
+            new = (str(access.buffer.place), unit, tile, 1)
+            accesses.append(access._replace(leaves=new) if access.buffer.place in self.read_places else access)
         kind = OpKind.SETTLE_ROWS if unit == self.table else OpKind.SETTLE
         self.emit(kind, LaneName.UPDATE, *accesses, unit=unit, tile=tile)
 
+    def complete(self, unit: int, tile: int) -> None:
+        accesses = [*self.at_hand(unit, tile), self.spare(unit, tile, "settled", "spent")]
+        accesses += [a for a in self.state(unit, tile, "settled", 1) if a.buffer.place not in self.read_places]
+        kind = OpKind.COMPLETE_ROWS if unit == self.table else OpKind.COMPLETE
+        self.emit(kind, LaneName.UPDATE, *accesses, unit=unit, tile=tile)
+
+    def at_hand(self, unit: int, tile: int) -> list[Access]:
+        """The verdict, and all of a tile's gradient, which waits for it."""
+        found = [self.verdict()]
+        if unit == self.table:
+            found.append(Access("row_grad", Buffer(Place.ROW_GRAD_HOST), ("row_grad",), None))
+        if unit != self.table or self.layout.tied:
+            found.append(Access("grad", Buffer(Place.GRAD_HOST, (unit, tile)), ("landed", unit, tile), None))
+        return found
+
+    def spare(self, unit: int, tile: int, needs: str, leaves: str) -> Access:
+        return Access("spare", Buffer(Place.SPARE, (unit, tile)), (needs, unit, tile), (leaves, unit, tile))
+
     def update_all(self) -> None:
-        """In the order in which the next forward needs the units."""
+        """In the order in which the next forward needs the units. What it does not read follows, in the order in which
+        the next gradients land where these wait."""
         for unit in range(len(self.layout.units)):
             if not self.trained[unit]:
                 continue
@@ -216,3 +234,5 @@ class Gradients(Program):
                     self.update_rows(tile.index)
                 else:
                     self.update(unit, tile.index, landing)
+        for unit, index in self.early:
+            self.complete(unit, index)

@@ -79,8 +79,10 @@ class OpKind(StrEnum):
     REST_AHEAD = "rest_ahead"  # the same for the untouched rows of a tile of the table
     UPDATE_RESIDENT = "update_resident"  # all of a resident unit, on the device
     UPDATE_RESIDENT_TABLE = "update_resident_table"  # the same for the table, touched rows included
-    SETTLE = "settle"  # the spare copy becomes the state, or the update is done again with the right factor
+    SETTLE = "settle"  # the spare copy becomes the state, once it has the weights that the verdict asks for
     SETTLE_ROWS = "settle_rows"  # the same for a tile of the table, touched rows included
+    COMPLETE = "complete"  # of a settled tile, what nobody reads before its next update, unless it is there already
+    COMPLETE_ROWS = "complete_rows"  # the same for a tile of the table
     READ_STATE = "read_state"  # one tile, as far as it is on disk, for its update
     WRITE_STATE = "write_state"  # and back
     READ_ROWS = "read_rows"  # the same for the second of the two updates of a tile of the table

@@ -84,11 +84,15 @@ class Program:
             for place in STATE
         )
 
+    @property
+    def read_places(self) -> tuple[Place, ...]:
+        """The planes of a master weight that are read by whoever reads it."""
+        return STATE[: 2 if self.options.fp32_compute else 1]
+
     def planes(self, unit: int, tile: int) -> tuple[Access, ...]:
         """Accesses of whoever reads a tile's weights."""
-        places = STATE[: 2 if self.options.fp32_compute else 1]
         index = (unit, tile)
-        return tuple(Access(str(p), Buffer(p, index), (str(p), unit, tile, 0), None) for p in places)
+        return tuple(Access(str(p), Buffer(p, index), (str(p), unit, tile, 0), None) for p in self.read_places)
 
     # the walk up
 

@@ -31,6 +31,8 @@ KINDS = {
     "update": "#e0742b",
     "update-ahead": "#f0a36b",
     "table-update": "#b5541c",
+    "new-weights": "#f2c14e",
+    "completion": "#d9a07a",
 }
 Lines = Sequence[Mapping[str, float | int | None]]
 
