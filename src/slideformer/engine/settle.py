@@ -44,8 +44,10 @@ def settle(options: EngineOptions, decoder: Decoder, device: Device, kernels: Ho
         try:
             found = _settle(trial, decoder, device, kernels)
         except DoesNotFit as error:
-            failed = failed or error
-            trial = halved(trial) if options.find_micro_batch else None
+            if not options.find_micro_batch:
+                raise
+            failed = failed or DoesNotFit(*error.args)  # its own traceback would keep what the try has on the device
+            trial = halved(trial)
         else:
             if trial is not options:
                 log.warning(
