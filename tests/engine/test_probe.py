@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
 from engine.toys import LENGTH, ROWS, toy_decoder, toy_options
 from slideformer.device.cpu import CpuDevice
+from slideformer.engine.costs import BlockCost
 from slideformer.engine.fit import budget_of
 from slideformer.engine.probe import _Trial, probe
+from slideformer.engine.settle import settle
+from slideformer.errors import DoesNotFit
 from slideformer.native import load
 
 
@@ -78,3 +83,43 @@ def test_masks_and_tables_are_counted_for_every_micro_batch(family, masks, head_
     assert costs.call_nbytes == one
     sizes = {"hidden_size": decoder.hidden_size, "dtype": decoder.dtype}
     assert budget_of(decoder.layout, options, **sizes, costs=costs).device["masks and positions"] == 4 * one
+
+
+class Card(CpuDevice):
+    """Memory of its own, enough for anything but a block of more rows than `most`."""
+
+    kind = "cuda"
+    most = 2
+
+    def free_nbytes(self) -> int:
+        return 1 << 40
+
+
+def test_a_try_with_fewer_rows_finds_what_the_one_before_held_free_again(monkeypatch):
+    monkeypatch.setattr("slideformer.device.cpu.MEASURED_S", 0.0)
+    monkeypatch.setattr("slideformer.engine.probe.UPDATE_NUMEL", 1 << 16)
+    block, held, seen = _Trial.block, [], []
+
+    def block_on_the_card(trial: _Trial, unit: int) -> BlockCost:
+        if not held or held[-1][0] != trial.rows:
+            seen.append([rows for rows, tensor in held if tensor() is not None])
+            held.append((trial.rows, weakref.ref(trial.hidden)))
+        if trial.rows > Card.most:
+            weights = trial.random(1000)
+            held.append((trial.rows, weakref.ref(weights)))
+            raise torch.OutOfMemoryError(f"no room for gradients of {weights.numel()} weights")
+        return block(trial, unit)
+
+    monkeypatch.setattr(_Trial, "block", block_on_the_card)
+    decoder, kernels = toy_decoder(dtype=torch.bfloat16), load(1)
+    asked = toy_options(micro_batch_size=8, find_micro_batch=True)
+    try:
+        with Card() as device:
+            found = settle(asked, decoder, device, kernels)
+            assert (found.options.micro_batches, found.options.micro_batch_size) == (4, Card.most)
+            monkeypatch.setattr(Card, "most", 0)
+            with pytest.raises(DoesNotFit, match=f"one block does not run on the device with 8 x {LENGTH} tokens"):
+                settle(asked, decoder, device, kernels)
+    finally:
+        kernels.close()
+    assert seen == [[], [], [], [], [], [], []], "tries of 8, 4 and 2 rows, and of 8, 4, 2 and 1"
