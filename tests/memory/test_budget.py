@@ -337,3 +337,40 @@ def test_available_memory_is_the_kernels_estimate(tmp_path) -> None:
     assert available_nbytes(tmp_path) == 700 * 1024
     (tmp_path / "proc/meminfo").write_text("MemTotal:  1000 kB\n")
     assert available_nbytes(tmp_path) == 1000 * 1024
+
+
+V1_STAT = "active_file 9\ntotal_active_file 1048576\ntotal_inactive_file 1048576\nrss 5\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        ("0::/\n", {"memory.max": "max\n", "memory.current": f"{9 * MIB}\n"}, 8),
+        ("0::/\n", {"memory.max": f"{9 * MIB}\n", "memory.current": f"{6 * MIB}\n"}, 3),
+        (
+            "0::/\n",
+            {
+                "memory.max": f"{9 * MIB}\n",
+                "memory.high": f"{8 * MIB}\n",
+                "memory.current": f"{6 * MIB}\n",
+                "memory.stat": f"anon 7\nactive_file {MIB}\ninactive_file {2 * MIB}\n",
+            },
+            5,
+        ),
+        ("0::/a\n", {"a/memory.current": "5\n", "memory.max": f"{4 * MIB}\n", "memory.current": f"{3 * MIB}\n"}, 1),
+        ("0::/\n", {"memory.max": f"{2 * MIB}\n", "memory.current": f"{3 * MIB}\n"}, 0),
+        (
+            V1,
+            {
+                "memory/jobs/a/memory.limit_in_bytes": f"{9 * MIB}\n",
+                "memory/jobs/a/memory.usage_in_bytes": f"{5 * MIB}\n",
+                "memory/jobs/a/memory.stat": V1_STAT,
+            },
+            6,
+        ),
+    ],
+)
+def test_what_others_use_in_the_container_is_not_available(tmp_path, cgroup, files, expected) -> None:
+    root = fake_root(tmp_path, total_kib=10 * 1024, cgroup=cgroup, files=files)
+    (root / "proc/meminfo").write_text("MemTotal: 10240 kB\nMemAvailable: 8192 kB\n")
+    assert available_nbytes(root) == expected * MIB

@@ -192,3 +192,36 @@ def test_where_no_memory_is_spare_updates_wait_for_the_files(config_for, monkeyp
     monkeypatch.setattr(snapshot, "available_nbytes", lambda: 4096)
     told = run(config_for(max_steps=2, save_steps=1))
     assert "checkpoints: 0 of 6 units are copied" in told and len(waited(told)) == 2
+
+
+def test_copies_are_within_the_limit_of_the_host_with_all_that_lies_there(tmp_path) -> None:
+    """On a CPU the device's buffers too."""
+    with engine_on(tiny_decoder(), toy_options(**EAGER)) as engine:
+        one_tier = engine.budget.on_one_tier().host_nbytes
+        sizes = [Snapshot.nbytes_of(unit, engine.state) for unit in engine.update_order()]
+        for num in (0, 1, len(sizes)):
+            config = make_config(tmp_path / "model", tmp_path, tmp_path)
+            config = config.model_copy(update={"max_host_memory": one_tier + sum(sizes[:num])})
+            told = io.StringIO()
+            with Saver(config, engine, PlainConsole(told), {}, {}).running():
+                pass
+            assert f"checkpoints: {num} of {len(sizes)} units are copied" in told.getvalue()
+
+
+def test_a_save_does_not_wait_until_all_memory_for_copies_is_there(tmp_path, monkeypatch) -> None:
+    def populate(_, wanted):
+        until = time.monotonic() + 20
+        while wanted() and time.monotonic() < until:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(Snapshot, "populate", populate)
+    with engine_on(tiny_decoder(), toy_options(**EAGER)) as engine:
+        write_weights(engine.layout, engine)
+        engine.step(tiny_batch(seed=0), lr=LR).wait()
+        start = time.monotonic()
+        config = make_config(tmp_path / "model", tmp_path, tmp_path)
+        with Saver(config, engine, PlainConsole(io.StringIO()), {}, {}).running() as saver:
+            saver.save(Progress(step=1, num_updates=1, evaluated=True))
+            saver.wait()
+        assert time.monotonic() - start < 10
+    assert (tmp_path / "checkpoint-1").is_dir()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from slideformer.memory.budget import Limit
 
@@ -31,10 +33,14 @@ def resident_nbytes(root: Path = Path("/")) -> int:
 
 
 def available_nbytes(root: Path = Path("/")) -> int:
-    """What the machine could give to processes without swapping, by the kernel's own estimate; a container's limit
-    is not in it. The machine's memory where that cannot be known."""
+    """What a process could still take without swapping and without a container's end: the kernel's estimate for the
+    machine, and each container's limit less what is in use there; page cache counts as free."""
     found = _meminfo(root, "MemAvailable:")
-    return _total_nbytes(root) if found is None else found
+    left = [_total_nbytes(root) if found is None else found]
+    for group, names in _cgroups(root):
+        used = sum(_numbers(group / names.used)) - _reclaimable_nbytes(group / "memory.stat", names.reclaimable)
+        left += [limit - used for name in names.limits for limit in _limits(group / name)]
+    return max(min(left), 0)
 
 
 def _total_nbytes(root: Path) -> int:
@@ -51,33 +57,60 @@ def _meminfo(root: Path, name: str) -> int | None:
 
 
 def _cgroup_limits(root: Path) -> list[int]:
-    """Of the process's own group and those above it. In a container the group's path may be the host's, which is not
+    return [limit for group, names in _cgroups(root) for limit in _limits(group / names.limits[0])]
+
+
+class _Names(NamedTuple):
+    """Of files in a group's folder, and of lines in its memory.stat."""
+
+    limits: tuple[str, ...]  # the first is the one that ends a process
+    used: str
+    reclaimable: tuple[str, ...]
+
+
+_V1 = _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+_V2 = _Names(("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file"))
+
+
+def _cgroups(root: Path) -> Iterator[tuple[Path, _Names]]:
+    """The process's own group and those above it. In a container the group's path may be the host's, which is not
     there; then the mount itself is the group."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return []
-    limits = []
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            mount, name = root / "sys/fs/cgroup", "memory.max"
+            mount, names = root / "sys/fs/cgroup", _V2
         elif "memory" in controllers.split(","):
-            mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            mount, names = root / "sys/fs/cgroup/memory", _V1
         else:
             continue
         group = mount / path.strip("/")
         while True:
-            limits += _read_limit(group / name)
+            yield group, names
             if group == mount:
                 break
             group = group.parent
-    return limits
 
 
-def _read_limit(file: Path) -> list[int]:
+def _limits(file: Path) -> list[int]:
+    return [limit for limit in _numbers(file) if limit < UNLIMITED_NBYTES]
+
+
+def _numbers(file: Path) -> list[int]:
+    """The number that the file is; none where it is not there or says "max"."""
     try:
         text = file.read_text().strip()
     except OSError:
         return []
-    return [int(text)] if text.isdigit() and int(text) < UNLIMITED_NBYTES else []
+    return [int(text)] if text.isdigit() else []
+
+
+def _reclaimable_nbytes(file: Path, names: tuple[str, ...]) -> int:
+    try:
+        lines = [line.split() for line in file.read_text().splitlines()]
+    except OSError:
+        return 0
+    return sum(int(value) for name, value in lines if name in names)

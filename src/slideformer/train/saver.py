@@ -66,7 +66,7 @@ class Saver:
         self._lanes: list[ThreadLane] = []  # the first copies to memory, the others write
         self._writing: _Writing | None = None
         self._snapshots: dict[int, Snapshot] = {}
-        self._ended = False
+        self._populates = True  # until the first save, which is not to wait for that
 
     def save(self, progress: Progress) -> None:
         """Begin to write one, when the one before is complete; those too many are removed at its end.
@@ -74,7 +74,7 @@ class Saver:
         With save_in_background: false it is complete when this returns. Raises RunFailed: of the one before too.
         """
         self.wait()
-        start = time.perf_counter()
+        start, self._populates = time.perf_counter(), False
         self.engine.synchronize()
         config = self.config.model_dump(mode="json")
         record = Record(progress=progress, maths=self.maths, bits=self.bits, config=config, versions=dict(versions()))
@@ -146,6 +146,8 @@ class Saver:
         if not self.config.save_in_background or state.stored is not None:
             return
         left = spare_nbytes() - self.engine.options.beside_nbytes[1]
+        if self.engine.device.kind == "cpu":  # whose buffers are the host's, and not all touched yet
+            left, budget = left - budget.device_nbytes, budget.on_one_tier()
         if self.config.max_host_memory is not None:
             left = min(left, self.config.max_host_memory - budget.host_nbytes)
         if self.config.save_memory is not None:
@@ -163,7 +165,7 @@ class Saver:
         units = f"{len(self._snapshots)} of {len(order)} units"
         self.console.note(f"checkpoints: {units} are copied to {size(nbytes)} of spare memory and written from there")
         for snapshot in self._snapshots.values():
-            self._open_lanes()[-1].run(partial(snapshot.populate, lambda: not self._ended), "memory for checkpoints")
+            self._open_lanes()[-1].run(partial(snapshot.populate, lambda: self._populates), "memory for checkpoints")
 
     def _guarded(self, writing: _Writing, work: Callable[[], object]) -> None:
         """In a lane. The unit is held, or is a copy, so its state is that of the checkpoint's step."""
@@ -204,7 +206,7 @@ class Saver:
                 self.console.warn(str(failure))
             raise
         finally:
-            self._ended = True
+            self._populates = False
             if self._fault.first is None:  # else `_abandon` has done what can be done
                 for lane in self._lanes:
                     lane.close()
