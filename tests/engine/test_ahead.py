@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,8 +19,13 @@ from engine.toys import (
     toy_options,
 )
 from slideformer.device.cpu import CpuDevice
+from slideformer.engine import EngineOptions
+from slideformer.engine.ahead import fastest_ahead, units_ahead
+from slideformer.engine.costs import ASSUMED, BlockCost, Costs, predicted_s
 from slideformer.engine.updates import Updates
-from slideformer.schedule import choose_ahead
+from slideformer.layout import Layout, Param, Unit, UnitKind
+from slideformer.memory import BatchShape
+from slideformer.schedule import build_step, choose_ahead
 
 CLIP = 2.5
 """Between the norms of the toys' steps: the first steps are clipped, later ones are not."""
@@ -125,6 +132,51 @@ def test_a_step_that_is_skipped_swaps_nothing(settled):
         for batch, lr in steps[2:]:
             engine.step(batch, lr=lr).wait()
         assert state_hashes(engine) == expected.state
+
+
+def chosen(share: float, spare_nbytes: int = 10**12, **changes):
+    """Of 12 blocks of 100 M parameters and a tied table, with a share of 32 x 1024 tokens a step: the units that the
+    clock chooses, those that sizes alone do, and the time of a step with some, clipped or not."""
+    blocks = [Unit(f"b{b}", UnitKind.BLOCK, (Param(f"w{b}", (100_000_000,)),)) for b in range(12)]
+    table = Unit("table", UnitKind.TABLE, (Param("table", (60_000, 3072)),))
+    layout = Layout((table, *blocks), 32 << 20, tied=True)
+    options = toy_options(**{"max_grad_norm": 1.0, "saved_on_device": None, **changes})
+    shape = BatchShape(1, 32, 1024, 3072, torch.bfloat16)
+    times = [share * seconds for seconds in (0.0105, 0.032, 0.0105, 0.0215)]
+    rates = replace(ASSUMED["cuda"], update_numel=5.48e9)
+    costs = Costs(rates, (BlockCost(*times, 0, 0),) * 12, share * 0.06, 0.0, 0, measured=False)
+
+    def step_s(options: EngineOptions, clipped: bool) -> float:
+        plan = build_step(layout, options.step_options(layout, torch.bfloat16))
+        return predicted_s(plan, layout, shape, costs, clipped=clipped)
+
+    def times_with(units: tuple[int, ...]) -> list[float]:
+        return [step_s(replace(options, ahead=units), clipped) for clipped in (False, True)]
+
+    found = fastest_ahead(layout, options, spare_nbytes, costs, step_s)
+    assert sum(layout.units[u].numel for u in found) * 12 <= max(spare_nbytes, 0)
+    return found, units_ahead(layout, options, spare_nbytes, costs), times_with
+
+
+def test_where_steps_are_long_more_units_make_clipped_ones_shorter():
+    found, least, times = chosen(1.0)
+    assert found == tuple(range(len(found))) and len(found) > len(least)
+    (unclipped, clipped), (before, clipped_before) = times(found), times(least)
+    assert unclipped <= 1.005 * before and clipped < 0.95 * clipped_before
+    assert clipped < 1.08 * unclipped
+
+
+def test_where_the_update_sets_the_pace_few_units_are_updated_twice():
+    found, least, times = chosen(0.125)
+    assert 0 < len(found) < len(least)
+    assert sum(times(found)) < 0.9 * sum(times(least)) and sum(times(found)) < 0.97 * sum(times(()))
+
+
+def test_without_clipping_no_more_than_a_forward_cannot_hide_and_with_little_memory_what_has_room():
+    found, least, times = chosen(1.0, max_grad_norm=0.0)
+    assert len(found) <= len(least) and times(found)[0] <= 1.005 * times(least)[0]
+    assert chosen(1.0, spare_nbytes=6 * 10**9)[0] == (0, 1, 2)
+    assert chosen(1.0, spare_nbytes=-1)[0] == () == chosen(1.0, update="eager", max_grad_norm=0.0)[0]
 
 
 def test_the_first_units_are_chosen_and_no_more_than_there_is_room_for():

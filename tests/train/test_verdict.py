@@ -31,3 +31,5 @@ def test_where_all_wait_for_each_other_no_lane_is_blamed():
 
 def test_the_plan_s_promise_stands_beside_what_was_measured():
     assert "a step takes 1.37 s, 1.26 s by the plan." in verdict({"compute": 0.99}, 1.371, 1.264)
+    text = verdict({"compute": 0.99}, 1.371, 1.264, 1.3)
+    assert "a step takes 1.37 s, 1.26 s by the plan (1.3 s when clipped)." in text

@@ -42,7 +42,8 @@ class Engine:
 
     plan: of a full training step. options: as given, with what was "auto" decided; step_options: what the plans were
     built with. budget: bytes by term and tier, on CUDA with an estimate of working memory. costs, predicted_step_s:
-    what was measured at the start and the step time that it promises; None on the CPU. folder: of what is on disk;
+    what was measured at the start and the step time that it promises; None on the CPU. predicted_clipped_s: of a
+    clipped step, where that may come. folder: of what is on disk;
     disk_reads_per_step, disk_writes_per_step: bytes, of a full step.
     """
 
@@ -57,7 +58,6 @@ class Engine:
         self._shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
         self._closed = False
         self.costs: Costs | None = None
-        self.predicted_step_s: float | None = None
         self.folder: DiskFolder | None = None
         self._generation: Generation | None = None
         with ExitStack() as held:  # what is this engine's own, and goes with it
@@ -85,8 +85,8 @@ class Engine:
             self.plan = self._plan(trains=True, micro_batches=options.micro_batches)
             per_step = disk_traffic(self.plan, self.layout, self._shape)
             self.disk_reads_per_step, self.disk_writes_per_step = per_step
-            if self.costs is not None:
-                self.predicted_step_s = predicted_s(self.plan, self.layout, self._shape, self.costs)
+            self.predicted_step_s = self._predicted_s(clipped=False)
+            self.predicted_clipped_s = self._predicted_s(clipped=True)
             self.state = State(
                 self.layout,
                 device,
@@ -104,6 +104,11 @@ class Engine:
             device_actions |= SlicedHeadActions(decoder).table()
             self.executor = Executor(device, buffers, {**device_actions, **self._host.table()})
             self._held = held.pop_all()
+
+    def _predicted_s(self, *, clipped: bool) -> float | None:
+        if self.costs is None or (clipped and not self.options.max_grad_norm):
+            return None
+        return predicted_s(self.plan, self.layout, self._shape, self.costs, clipped=clipped)
 
     def _plan(self, *, trains: bool, micro_batches: int) -> Plan:
         """Plans are proven when they are built. The last step of an epoch may have fewer micro-batches."""

@@ -81,9 +81,9 @@ class Room:
         spare_nbytes = self.host_nbytes - self.budgets.of(options).host_nbytes
         return units_ahead(self.layout, options, spare_nbytes, self.costs)
 
-    def step_s(self, options: EngineOptions) -> float:
-        """Of joined steps, on the virtual clock. Micro-batches are taken to be one that takes as long as all of them:
-        they follow each other through a unit anyway, and plans are built much faster."""
+    def step_s(self, options: EngineOptions, clipped: bool = False) -> float:
+        """Of joined steps, on the virtual clock. clipped: see `cost_of`. Micro-batches are taken to be one that takes
+        as long as all of them: they follow each other through a unit anyway, and plans are built much faster."""
         if options.ahead == "auto":
             options = replace(options, ahead=self._ahead(options))
         num = options.micro_batches
@@ -96,7 +96,7 @@ class Room:
         )
         plan = build_step(self.layout, one.step_options(self.layout, self.dtype))
         shape = one.batch_shape(self.hidden_size, self.dtype)
-        return joined_step_s(plan, cost_of(self.layout, shape, self.costs.times(num)))
+        return joined_step_s(plan, cost_of(self.layout, shape, self.costs.times(num), clipped=clipped))
 
 
 def place(room: Room) -> EngineOptions:

@@ -86,7 +86,7 @@ def _settle(options: EngineOptions, decoder: Decoder, device: Device, kernels: H
     chosen = with_disk(place(room), decoder, device.kind, budgets, host_nbytes)
     budget = _fitting(chosen, decoder, device.kind, costs, free_nbytes, budgets)
     if chosen.ahead == "auto":
-        chosen = replace(chosen, ahead=auto_ahead(decoder.layout, chosen, budget, costs))
+        chosen = replace(chosen, ahead=auto_ahead(decoder.layout, chosen, budget, costs, room.step_s))
         budget = _fitting(chosen, decoder, device.kind, costs, free_nbytes, budgets)
     return Settled(chosen, budget, costs, budgets, host_nbytes)
 

@@ -71,7 +71,7 @@ class Timed:
 @dataclass(frozen=True, slots=True)
 class Bench:
     """What was found. predicted_s: of a step, by rates measured here, or by those assumed of such a machine where
-    `assumed`. peak_tflops: of the device, where one is known."""
+    `assumed`; clipped_s: of a clipped one, where that may come. peak_tflops: of the device, where one is known."""
 
     config: TrainConfig
     device_kind: str
@@ -82,6 +82,7 @@ class Bench:
     update_threads: int
     timed: Timed
     predicted_s: float
+    clipped_s: float | None
     assumed: bool
     flops_per_token: float
     peak_tflops: float | None
@@ -104,7 +105,7 @@ class Bench:
 
     @property
     def binds(self) -> str:
-        return verdict(self.timed.busy, self.step_s, None if self.assumed else self.predicted_s)
+        return verdict(self.timed.busy, self.step_s, None if self.assumed else self.predicted_s, self.clipped_s)
 
     def as_dict(self) -> dict[str, object]:
         """For --json. Names are those of metrics.jsonl where it has them."""
@@ -127,6 +128,7 @@ class Bench:
             "step_time_min": min(self.timed.step_s),
             "step_time_max": max(self.timed.step_s),
             "predicted_step_time": self.predicted_s,
+            **({} if self.clipped_s is None else {"predicted_clipped_step_time": self.clipped_s}),
             "predicted_by": "assumed rates" if self.assumed else "measured rates",
             "tokens_per_second": self.tokens_per_second,
             "tflops": self.tflops,
@@ -149,6 +151,7 @@ class Bench:
         speed = f"{self.tokens_per_second:,.0f} tokens/s, {self.tflops:.3g} TFLOP/s"
         if self.peak_tflops is not None:
             speed += f", mfu {self.tflops / self.peak_tflops:.1%}"
+        clipped = "" if self.clipped_s is None else f" ({self.clipped_s:.4g} s when clipped)"
         by = "at rates assumed of such a machine" if self.assumed else "by what was measured here before the first step"
         rows = [
             (
@@ -168,7 +171,7 @@ class Bench:
                 f"{self.step_s:.4g} s median, {min(times):.4g} to {max(times):.4g} s over {len(times)} steps, "
                 + f"after {WARMUP_STEPS} of warm-up",
             ),
-            ("predicted", f"{self.predicted_s:.4g} s, {by}"),
+            ("predicted", f"{self.predicted_s:.4g} s{clipped}, {by}"),
             ("speed", speed),
             *((tier, _of_tier(tier, found)) for tier, found in self.memory.items()),
             ("lanes", ", ".join(f"{lane} {share:.0%}" for lane, share in _largest_first(self.timed.busy))),
@@ -220,6 +223,7 @@ def run_bench(config: TrainConfig, *, steps: int, told: Callable[[str], None] = 
             engine.kernels.threads,
             timed,
             predicted_s=engine.predicted_step_s or assumed_s or 0.0,
+            clipped_s=engine.predicted_clipped_s,
             assumed=engine.predicted_step_s is None,
             flops_per_token=flops_per_token(engine.layout),
             peak_tflops=peak and peak[0],

@@ -258,7 +258,9 @@ class Loop:
         tflops, peak = self._flops_per_token * speed.tokens_per_second / 1e12, self.work.peak_tflops
         if self._say_what_binds:
             busy = {str(lane): min(s / speed.step_s, 1.0) for lane, s in step.result.busy_s().items()}
-            self.journal.console.note(verdict(busy, speed.step_s, self.work.engine.predicted_step_s))
+            engine = self.work.engine
+            promised = (engine.predicted_step_s, engine.predicted_clipped_s)
+            self.journal.console.note(verdict(busy, speed.step_s, *promised))
             self._say_what_binds = False
         return {
             "global_step": step.number,

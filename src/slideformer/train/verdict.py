@@ -20,12 +20,15 @@ REMEDIES = {
 }
 
 
-def verdict(busy: Mapping[str, float], step_s: float, predicted_s: float | None) -> str:
-    """busy: share of a step that each lane worked, 0 to 1. predicted_s: of a full step, by the plan, where it was."""
+def verdict(busy: Mapping[str, float], step_s: float, predicted_s: float | None, clipped_s: float | None = None) -> str:
+    """busy: share of a step that each lane worked, 0 to 1. predicted_s, clipped_s: of a full step, and of a
+    clipped one, by the plan, where it was.
+    """
     lane = max(busy, key=lambda name: busy[name])
     others = ", ".join(f"{name} {share:.0%}" for name, share in sorted(busy.items(), key=lambda pair: -pair[1])[1:4])
     beside = f" (then {others})" if others else ""
-    promised = "" if predicted_s is None else f", {predicted_s:.3g} s by the plan"
+    clipped = "" if clipped_s is None else f" ({clipped_s:.3g} s when clipped)"
+    promised = "" if predicted_s is None else f", {predicted_s:.3g} s by the plan{clipped}"
     time = f"a step takes {step_s:.3g} s{promised}"
     if busy[lane] >= BINDS:
         return f"{lane} binds: {busy[lane]:.0%} of the step{beside}; {time}. {_sentence(REMEDIES[lane])}"
