@@ -73,3 +73,23 @@ def test_parts_have_all_rows_and_columns():
     assert torch.equal(torch.cat([part.position_ids for part in parts[:3]]), ids + 200)
     assert parts[0].attention_mask is None and torch.equal(parts[3].attention_mask, ids[:2] > 0)
     assert in_parts(micro, 9)[0].input_ids.shape == (5, 3)
+
+
+def test_a_resume_says_that_a_step_is_split_in_another_way(config_for):
+    fields = {**ROWS, "save_steps": 1, "lr_scheduler_type": "constant", "auto_find_batch_size": True}
+    whole = config_for(**fields)
+    tight = {"max_host_memory": room_for(whole, 1)}
+    losses(whole)
+
+    def go_on(steps: int, **limit) -> str:
+        told = io.StringIO()
+        train(
+            whole.model_copy(update={"max_steps": steps, "resume_from_checkpoint": "auto", **limit}), PlainConsole(told)
+        )
+        return told.getvalue()
+
+    split = "warning: the last bits may differ from an unbroken run's: per_device_train_batch_size was {} and is now {}"
+    assert "last bits" not in go_on(4)
+    assert split.format("8", "8, 1 at a time\n") in go_on(5, **tight)
+    assert "last bits" not in go_on(6, **tight)
+    assert split.format("8, 1 at a time", "8\n") in go_on(7)

@@ -14,6 +14,7 @@ from pydantic import JsonValue
 
 from slideformer.config import TrainConfig
 from slideformer.data import Batches
+from slideformer.engine import Engine
 from slideformer.layout import Layout
 from slideformer.model.decoder import Decoder
 from slideformer.train.record import versions
@@ -22,6 +23,8 @@ from slideformer.train.schedule import num_warmup_steps
 MODEL = "config.json: "
 NOT_OF_THE_MODEL = frozenset(("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"))
 ROWS_A_STEP = "per_device_train_batch_size x gradient_accumulation_steps"
+ROWS_AT_ONCE = "per_device_train_batch_size"
+NOT_OF_A_MACHINE = frozenset(("auto", "triton", "liger"))  # what was asked for: records of earlier versions have that
 SHOWN = 3
 
 
@@ -50,11 +53,28 @@ def bits(config: TrainConfig, decoder: Decoder, device_kind: str) -> dict[str, J
     attention = decoder.module_config._attn_implementation if config.packing else decoder.attn_implementation
     return {
         "device": device_kind,
-        "per_device_train_batch_size": config.per_device_train_batch_size,
+        ROWS_AT_ONCE: config.per_device_train_batch_size,
         "attn_implementation": attention,
         "kernels": ", ".join(f"{op} of {where}" for op, where in sorted(decoder.kernels.items())) or "torch",
         **{name: versions()[name] for name in ("torch", "transformers")},
     }
+
+
+def bits_on(engine: Engine, bits: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """`bits`, with what the engine decided by its room and its measurements."""
+    found, options = dict(bits), engine.options
+    given = found.get(ROWS_AT_ONCE)
+    if options.find_micro_batch and isinstance(given, int) and options.micro_batch_size < given:
+        found[ROWS_AT_ONCE] = f"{given}, {options.micro_batch_size} at a time"
+    in_slices = f"in slices (tile_numel {engine.layout.tile_numel})"
+    found["output projection"] = in_slices if engine.step_options.sliced_head else "whole"
+    return found
+
+
+def bit_differences(then: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> list[str]:
+    """`differences` of `bits_on`, of what both records know: not all versions write down all of it."""
+    known = {name for name in then if name in now and then[name] not in NOT_OF_A_MACHINE}
+    return differences({name: then[name] for name in known}, {name: now[name] for name in now if name in known})
 
 
 def differences(then: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> list[str]:

@@ -30,9 +30,9 @@ from slideformer.train.setup import save_dtype
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """found: checkpoints to start from, best first; empty: the beginning. maths, bits: see `fingerprint`.
-    disk_writes: bytes that earlier starts have written to the disk tier. require_space: raises DoesNotFit where the
-    disk has no room for the checkpoints to come."""
+    """found: checkpoints to start from, best first; empty: the beginning. maths, bits: see `fingerprint`, before there
+    is an engine. disk_writes: bytes that earlier starts have written to the disk tier. require_space: raises DoesNotFit
+    where the disk has no room for the checkpoints to come."""
 
     found: list[Checkpoint]
     maths: dict[str, JsonValue]
@@ -46,7 +46,7 @@ class Origin:
             weights.load(source, engine.layout, engine.write, names=engine.decoder.names)
             return self.beginning
         loaded = _load_first(self.found, engine, console)
-        if differ := fingerprint.differences(loaded.record.bits, self.bits):
+        if differ := fingerprint.bit_differences(loaded.record.bits, fingerprint.bits_on(engine, self.bits)):
             console.warn(f"the last bits may differ from an unbroken run's: {fingerprint.listed(differ)}")
         return loaded.record.progress.model_copy(update={"disk_writes": self.disk_writes})
 
@@ -61,7 +61,8 @@ class Origin:
             yield None
             return
         self.require_space()  # again, now that the engine has taken what it puts on disk
-        with Saver(config, engine, console, self.maths, self.bits).running() as saver:
+        bits = fingerprint.bits_on(engine, self.bits)
+        with Saver(config, engine, console, self.maths, bits).running() as saver:
             yield saver
 
 
