@@ -34,7 +34,7 @@ from pathlib import Path
 import step
 from cases import MODULES, Settings, missing, parse_case
 
-HOST_NBYTES = {"eager": 12.5, "deferred": 21.0}
+HOST_NBYTES = {"eager": 12.5, "deferred": 27.0}
 """Of the pool, a parameter: the state and some for what lies beside it; gradients in waiting and second copies too."""
 
 LASTING = ("ours", "stock")

@@ -6,19 +6,23 @@ Of `Timeline`s whose spans are measured. Sizes come from the layout, as in the p
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from slideformer.engine.costs import UPDATE_NBYTES
 from slideformer.layout import Layout
 from slideformer.schedule import Op, OpKind, Timeline
 from slideformer.schedule.ops import DISK_LANES, LaneName
+from slideformer.schedule.simulate import Span
 
 FORWARD = frozenset({OpKind.EMBED, OpKind.PICK_ROWS, OpKind.FORWARD, OpKind.FORWARD_KEEP, OpKind.HEAD, OpKind.HEAD_SEE})
 """The head with its gradients among them, as in the stock model's forward with a fused loss."""
 
 UPDATES = frozenset({OpKind.UPDATE, OpKind.UPDATE_REST, OpKind.UPDATE_ROWS})
 """What moves all of a parameter's state once; what is done ahead of the verdict, and may be done again, is not."""
+
+AHEAD_NBYTES = {OpKind.UPDATE_AHEAD: UPDATE_NBYTES, OpKind.SETTLE: 16, OpKind.COMPLETE: 24}
+"""Memory traffic a parameter with a bf16 gradient, where the op does something: the first in unclipped steps."""
 
 GATHERED = 2
 """A gathered byte is read and written."""
@@ -82,12 +86,27 @@ def parts_s(timelines: Sequence[Timeline], sizes: Sizes) -> dict[str, float | No
         found["forward"].append(forward)
         found["backward"].append(sum(s.end_s - s.start_s for s in compute) - forward)
     parts: dict[str, float | None] = {name: _short(statistics.median(times)) for name, times in found.items()}
-    updates = [s for t in timelines for s in t.spans if s.op.kind in UPDATES]
-    numel = sum(sizes.updated_numel(s.op) for s in updates)
+    updates = [(s, sizes.updated_numel(s.op)) for t in timelines for s in t.spans if s.op.kind in UPDATES]
+    updates = updates or [found for t in timelines for found in _ahead(t, sizes)]
+    numel = sum(numel for _, numel in updates)
     all_numel = sum(unit.train_numel for unit in sizes.layout.units)
-    took = sum(s.end_s - s.start_s for s in updates)
+    took = sum(s.end_s - s.start_s for s, _ in updates)
     parts["update"] = _short(took * all_numel / numel) if numel else None
     return parts
+
+
+def _ahead(timeline: Timeline, sizes: Sizes) -> Iterator[tuple[Span, float]]:
+    """Of a step that updates everything ahead: what it did, and how many updates in place move as many bytes. Nothing
+    says whether it was clipped but where its time went."""
+    took = dict.fromkeys(AHEAD_NBYTES, 0.0)
+    for span in timeline.spans:
+        if span.op.kind in took:
+            took[span.op.kind] += span.end_s - span.start_s
+    clipped = took[OpKind.SETTLE] > took[OpKind.UPDATE_AHEAD]
+    for span in timeline.spans:
+        if span.op.kind in took and clipped == (span.op.kind is not OpKind.UPDATE_AHEAD):
+            numel = sizes.layout.tiles(span.op.unit, trained=True)[span.op.tile].numel
+            yield span, numel * AHEAD_NBYTES[span.op.kind] / UPDATE_NBYTES
 
 
 def dram_gbps(timelines: Sequence[Timeline], sizes: Sizes) -> float | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -67,6 +69,22 @@ def test_forward_and_backward_are_the_compute_lanes_and_the_update_is_that_of_al
     assert (found["forward"], found["backward"]) == (7.0, 8.0)
     assert found["update"] == pytest.approx(all_numel / updated, rel=1e-4)
     assert parts_s([Timeline(spans[:4])], SIZES)["update"] is None
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_of_a_step_with_everything_ahead_the_update_is_told_by_bytes(clipped):
+    options = replace(OPTIONS, update="deferred", max_grad_norm=1.0, ahead=tuple(range(len(DECODER.layout.units))))
+    ops = build_step(DECODER.layout, options.step_options(DECODER.layout, torch.bfloat16)).ops
+    seconds = {OpKind.SETTLE: 1.6, OpKind.COMPLETE: 2.4} if clipped else {OpKind.UPDATE_AHEAD: 2.6}
+    spans, now = [], 0.0
+    for op in ops:
+        spans.append(Span(op, 0, now, now + seconds.get(op.kind, 0.0)))
+        now = spans[-1].end_s
+    tiles = [op for op in ops if op.kind is OpKind.SETTLE]
+    numel = sum(DECODER.layout.tiles(op.unit, trained=True)[op.tile].numel for op in tiles)
+    all_numel = sum(unit.train_numel for unit in DECODER.layout.units)
+    found = parts_s([Timeline(tuple(spans))], SIZES)["update"]
+    assert found == pytest.approx(2.6 * len(tiles) * all_numel / numel, rel=1e-4)
 
 
 def test_a_measured_step_says_both(line):
