@@ -83,6 +83,15 @@ def test_a_size_that_was_read_is_written_so_that_it_can_be_read_again(size) -> N
     assert TrainConfig(**config.model_dump()) == config
 
 
+@pytest.mark.parametrize(("written", "nbytes"), [(0, 0), ("0", 0), ("0GiB", 0), ("1B", 1), ("16GiB", 16 << 30)])
+def test_memory_for_copies_may_be_none(written, nbytes):
+    config = make(save_memory=written)
+    assert config.save_memory == nbytes
+    assert TrainConfig(**config.model_dump(mode="json")) == TrainConfig(**config.model_dump()) == config
+    with pytest.raises(ValueError, match=r"save_memory: found .*, which is no size: write 24GiB"):
+        make(save_memory=-1)
+
+
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [

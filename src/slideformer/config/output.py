@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from slideformer.config.values import Nbytes, Settings
+from slideformer.config.values import NbytesOrZero, Settings
 
 TrackerName = Literal["tensorboard", "trackio", "wandb", "mlflow"]
 
@@ -19,9 +19,7 @@ class OutputSettings(Settings):
     save_strategy: Literal["no", "steps", "epoch"] = "no"  # checkpoints; the end result is always saved
     save_steps: int | None = Field(None, ge=1)
     save_in_background: bool = True  # training goes on while a checkpoint is written
-    save_memory: Nbytes | Literal[0] | None = (
-        None  # host memory in which a checkpoint waits to be written; null: what is spare
-    )
+    save_memory: NbytesOrZero | None = None  # host memory for copies that wait to be written; null: what is spare
     save_total_limit: int | None = Field(2, ge=1)  # checkpoints that are kept; null: all
     push_to_hub: bool = False  # the result, on the Hugging Face hub; its token is the hub library's business
     hub_model_id: str | None = None  # NAME or ORGANISATION/NAME; null: the name of output_dir

@@ -80,6 +80,17 @@ Nbytes = Annotated[
 ]
 """A setting that is a size: bytes once it is read, and written so that it can be read again."""
 
+NbytesOrZero = Annotated[
+    int,
+    Field(ge=0),
+    BeforeValidator(
+        lambda value: value if value == 0 else as_nbytes(value),
+        json_schema_input_type=Annotated[int, Field(ge=0)] | str,
+    ),
+    PlainSerializer(lambda nbytes: as_size(nbytes) if nbytes else 0),
+]
+"""The same where there may be none: 0."""
+
 
 def as_number(text: str) -> float | None:
     try:
