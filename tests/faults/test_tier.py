@@ -62,7 +62,7 @@ def unbroken(server: Server, toy, tmp_path_factory) -> dict[str, bytes]:
         (ERRS.format(number=errno.EIO, file="exp_avg_sq"), "disk_(read|write)", "could not be .*: Input/output error"),
         (ERRS.format(number=errno.ENOSPC, file="residual"), "disk_(read|write|feed)", "could not be .*: No space left"),
         (ERRS.format(number=errno.EIO, file="saved"), "disk_(spill|fetch)", "could not be .*: Input/output error"),
-        (CHANGED.format(file="weight", change=FLIP), "disk_feed", "is not what this run wrote"),
+        (CHANGED.format(file="weight", change=FLIP), "disk_(feed|read)", "is not what this run wrote"),
         (CHANGED.format(file="exp_avg", change="file.truncate(4096)"), "disk_read", "the file was cut to "),
     ],
     ids=["error", "full", "saved", "changed", "cut"],
