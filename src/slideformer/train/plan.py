@@ -10,7 +10,17 @@ import torch
 
 from slideformer.config import TrainConfig
 from slideformer.engine import EngineOptions, require_fit
-from slideformer.engine.costs import ASSUMED, Costs, Rates, assumed, cost_of, disk_traffic, largest_block_numel
+from slideformer.engine.ahead import fastest_ahead
+from slideformer.engine.costs import (
+    ASSUMED,
+    Costs,
+    Rates,
+    assumed,
+    cost_of,
+    disk_traffic,
+    largest_block_numel,
+    predicted_s,
+)
 from slideformer.engine.fit import Budgets, host_room
 from slideformer.engine.placement import Room, place, placed
 from slideformer.engine.settle import budgets_of, deepened, halved, saved_beside, with_disk
@@ -32,7 +42,8 @@ WIDTH = 64  # of the picture, so that its lines fit in 80 columns
 @dataclass(frozen=True)
 class RunPlan:
     """A planned and proven run. timeline: of JOINED_RUNS full batches at `rates`. traffic: bytes of a step from disk
-    and to it. look: at the disk that they are of; None where nothing lies on one."""
+    and to it. look: at the disk that they are of; None where nothing lies on one. clipped_s: of a clipped step, where
+    it is another than `step_s`."""
 
     config: TrainConfig
     device_kind: str
@@ -44,6 +55,7 @@ class RunPlan:
     timeline: Timeline
     traffic: tuple[int, int]
     look: DiskLook | None
+    clipped_s: float | None = None
 
     @property
     def step_s(self) -> float:
@@ -107,6 +119,7 @@ class RunPlan:
             "rates": asdict(self.rates),
             "placement": self.placement(),
             "step_time": step_s,
+            "clipped_step_time": self.clipped_s or step_s,
             "tokens_per_second": self.tokens_per_step / step_s,
             "busy": self.busy(),
         }
@@ -166,6 +179,7 @@ class RunPlan:
         """For people, within 80 columns."""
         layout, config = self.decoder.layout, self.config
         step_s, rates = self.step_s, self.rates
+        clipped = "" if self.clipped_s is None else f" ({self.clipped_s:.3g} s when clipped)"
         lines = [
             f"{layout.numel / 1e6:,.1f} M parameters, {layout.train_numel / 1e6:,.1f} M of them trained, "
             f"{len(layout.blocks)} blocks",
@@ -178,9 +192,12 @@ class RunPlan:
             *_table("host", self.budget.host),
             *self._disk_lines(),
             "",
-            f"a step of {config.per_device_train_batch_size} x {config.gradient_accumulation_steps} sequences of "
-            f"{config.max_length} tokens{self._parts()}: {step_s:.3g} s, "
-            f"{self.tokens_per_step / step_s:,.0f} tokens/s,",
+            *textwrap.wrap(
+                f"a step of {config.per_device_train_batch_size} x {config.gradient_accumulation_steps} sequences of "
+                f"{config.max_length} tokens{self._parts()}: {step_s:.3g} s{clipped}, "
+                f"{self.tokens_per_step / step_s:,.0f} tokens/s,",
+                TEXT_WIDTH,
+            ),
             f"expected at {rates.flops / 1e12:.3g} TFLOP/s, {rates.link_nbytes / 1e9:.3g} GB/s each way, "
             f"{rates.update_numel / 1e9:.3g} G parameters/s updated"
             + (f", disk {rates.disk_nbytes / 1e9:.3g} GB/s" if self.budget.disk else ""),
@@ -192,8 +209,8 @@ class RunPlan:
             lines += [
                 "",
                 "A run measures its machine first and may place more or less on the device;",
-                "without max_gpu_memory nothing is placed here. Spare host memory may be used",
-                "for updates ahead of clipping: not counted here.",
+                "without max_gpu_memory nothing is placed here. Spare host memory is used for",
+                "updates ahead of clipping: counted here as far as max_host_memory says it.",
             ]
         return "\n".join(lines)
 
@@ -245,6 +262,8 @@ def plan_run(
             break
         given = smaller
         options, costs, budgets = _sized(given, decoder, rates, kind)
+    if given.ahead == "auto" and kind == "cuda":
+        options = _with_ahead(options, decoder, costs, budgets)
     shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
     beside = costs if kind == "cuda" else None
     step_options = options.step_options(decoder.layout, decoder.dtype)
@@ -255,7 +274,8 @@ def plan_run(
     found, look = budgets.of(options), None
     if found.disk and config.offload_dir is not None:
         look = look_at(Path(config.offload_dir), reuse=config.reuse_offload_dir)
-    return RunPlan(config, kind, decoder, options, found, rates, beside, timeline, traffic, look)
+    clipped_s = predicted_s(plan, decoder.layout, shape, costs, clipped=True) if options.ahead else None
+    return RunPlan(config, kind, decoder, options, found, rates, beside, timeline, traffic, look, clipped_s)
 
 
 def _sized(options: EngineOptions, decoder: Decoder, rates: Rates, kind: str) -> tuple[EngineOptions, Costs, Budgets]:
@@ -276,6 +296,16 @@ def _settled(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str, 
     host_nbytes = options.max_host_memory or host_room(options.max_host_memory).nbytes
     chosen = with_disk(_placed(options, decoder, costs, kind, budgets), decoder, kind, budgets, host_nbytes)
     return deepened(chosen, decoder, kind, costs, budgets, host_nbytes)
+
+
+def _with_ahead(options: EngineOptions, decoder: Decoder, costs: Costs, budgets: Budgets) -> EngineOptions:
+    """With updates ahead in what max_host_memory leaves: how much more another machine has is not known."""
+    if options.max_host_memory is None or options.max_grad_norm == 0:
+        return options
+    spare_nbytes = options.max_host_memory - budgets.of(options).host_nbytes
+    nbytes = options.max_gpu_memory or 0
+    room = Room(decoder.layout, options, costs, decoder.hidden_size, decoder.dtype, nbytes, budgets)
+    return replace(options, ahead=fastest_ahead(decoder.layout, options, spare_nbytes, costs, room.step_s))
 
 
 def _placed(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str, budgets: Budgets) -> EngineOptions:
