@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -15,8 +16,8 @@ import pytest
 
 from memory.pages import noise
 from slideformer.errors import BadInput
-from slideformer.memory import DiskFolder
-from slideformer.memory.disk_found import take_over
+from slideformer.memory import DiskFolder, disk_claim, disk_found
+from slideformer.memory.disk_found import Whose, found_in, hold, take_over
 
 NBYTES = 10000
 
@@ -77,15 +78,33 @@ def test_what_a_killed_run_left_is_taken_over_where_that_is_allowed(other_run: i
     assert not (tmp_path / "d").exists(), "it was the killed run that made it, and nobody else's"
 
 
+def relisted(folder: Path, name: str, inode: int | None) -> None:
+    """The claim lists one more file."""
+    claim = json.loads((folder / "slideformer.lock").read_text())
+    claim["files"][name] = inode
+    (folder / "slideformer.lock").write_text(json.dumps(claim))
+
+
 @pytest.mark.parametrize(
     "change",
     [
         lambda d: (d / "b").write_text("theirs"),
         lambda d: ((d / "a").rename(d.parent / "a"), (d / "a").write_text("theirs")),
+        lambda d: (relisted(d, "b", None), (d / "b").mkdir()),
+        lambda d: (relisted(d, "b", None), (d / "b").symlink_to(d / "a")),
+        lambda d: ((d / "b").mkdir(), relisted(d, "b", (d / "b").stat().st_ino)),
         lambda d: (d / "slideformer.lock").write_text("{}"),
         lambda d: (d / "slideformer.lock").write_text((d / "slideformer.lock").read_text().replace("locked", "wrong")),
     ],
-    ids=["another file", "a file in the place of one", "another claim", "a claim that was not locked"],
+    ids=[
+        "another file",
+        "a file in the place of one",
+        "a folder in the place of one to come",
+        "a link in the place of one to come",
+        "a folder that has the number of one",
+        "another claim",
+        "a claim that was not locked",
+    ],
 )
 def test_nothing_is_taken_over_where_the_claim_does_not_list_all_there_is(other_run, tmp_path: Path, change) -> None:
     os.kill(other_run, signal.SIGKILL)
@@ -103,6 +122,52 @@ def test_a_run_that_was_killed_before_it_could_say_anything_is_taken_over(tmp_pa
     with DiskFolder(tmp_path / "d", reuse=True) as folder:
         folder.file("a", [NBYTES]).write(0, noise(NBYTES, 0))
     assert list((tmp_path / "d").iterdir()) == [], "nobody knows who made the folder, so it stays"
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["at work", "through with it"])
+def test_a_run_whose_claim_another_takes_before_it_is_locked_is_refused(tmp_path: Path, monkeypatch, ended) -> None:
+    """What it has made until then looks like what a run leaves that is killed just there."""
+    path, taken = tmp_path / "d", []
+
+    def held_up(path: Path, lock: int) -> bool:
+        monkeypatch.undo()
+        taken.append(DiskFolder(path, reuse=True))
+        if ended:
+            taken.pop().close()
+        return hold(path, lock)
+
+    monkeypatch.setattr(disk_claim, "hold", held_up)
+    with pytest.raises(BadInput, match="another run has just taken offload_dir"):
+        DiskFolder(path)
+    for folder in taken:
+        folder.file("a", [NBYTES]).write(0, noise(NBYTES, 0))
+        assert found_in(path).whose is Whose.AT_WORK
+        folder.close()
+    assert list(path.iterdir() if path.exists() else []) == []
+
+
+@pytest.mark.parametrize("then", [lambda lock: None, lambda lock: lock.touch()], ids=["gone", "another's"])
+def test_a_claim_that_has_gone_since_it_was_opened_is_nobodys(tmp_path: Path, then) -> None:
+    lock = tmp_path / disk_found.LOCK_NAME
+    with lock.open("w+b") as held:
+        assert hold(tmp_path, held.fileno())
+        lock.unlink()
+        then(lock)
+        with pytest.raises(BadInput, match="another run has just taken offload_dir"):
+            hold(tmp_path, held.fileno())
+
+
+def test_a_claim_that_another_has_written_is_not_taken(tmp_path: Path, monkeypatch) -> None:
+    """By a run that took it over and was killed."""
+
+    def held_up(path: Path, lock: int) -> bool:
+        (path / disk_found.LOCK_NAME).write_text("{}")
+        return hold(path, lock)
+
+    monkeypatch.setattr(disk_claim, "hold", held_up)
+    with pytest.raises(BadInput, match="another run has just taken offload_dir"):
+        DiskFolder(tmp_path / "d")
+    assert (tmp_path / "d" / disk_found.LOCK_NAME).read_text() == "{}"
 
 
 def test_nothing_is_taken_over_while_another_holds_the_claim(other_run: int, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ that only where the config allows it.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from slideformer.errors import BadInput
 from slideformer.memory.disk_direct import PROBE_NAME
-from slideformer.memory.disk_found import LOCK_NAME, Whose, found_in, take_over, wait_for_the_end
+from slideformer.memory.disk_found import LOCK_NAME, Whose, found_in, hold, just_taken, take_over, wait_for_the_end
 
 WAIT_S = 30.0
 """How long the end of a run is waited for before what it leaves is taken over: the kernel takes seconds to give back a
@@ -36,7 +35,7 @@ class Claim:
         self.path, self.run, self._pid = path, uuid.uuid4().bytes, os.getpid()
         if reuse:
             wait_for_the_end(path, wait_s=WAIT_S)
-        self._made = make(path)
+        self._made, locked = make(path), True
         try:
             found = None if self._made else found_in(path)
             if found is not None and reuse and found.whose is Whose.LEFT:
@@ -51,17 +50,12 @@ class Claim:
             elif found is not None:
                 raise BadInput(found.sentence)
             else:
-                self._lock = _new_lock(path)
+                self._lock, locked = _new_lock(path)
         except BadInput:
             if self._made:
                 _remove_if_empty(path)
             raise
         self._identity = identity(self._lock)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX)  # another run may hold it for the moment in which it looks who does
-            locked = True
-        except OSError:  # some network file systems know no locks: the file itself still keeps others out
-            locked = False
         self._files: dict[str, int | None] = {PROBE_NAME: None}
         self._told: dict[str, object] = {
             "pid": os.getpid(),
@@ -156,9 +150,11 @@ def no_parent(path: Path) -> str:
     )
 
 
-def _new_lock(path: Path) -> int:
+def _new_lock(path: Path) -> tuple[int, bool]:
+    """The claim's file, open, and whether it is locked: some network file systems know no locks, and there the file
+    itself keeps others out. Until then it looks like one that a killed run left, and another run may take it."""
     try:
-        return os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:  # another run was faster
         found = found_in(path)
         raise BadInput(
@@ -166,6 +162,14 @@ def _new_lock(path: Path) -> int:
         ) from None
     except OSError as error:
         raise BadInput(f"offload_dir {path} cannot be written to: {error.strerror}: choose another") from None
+    try:
+        locked = hold(path, lock)
+        if os.fstat(lock).st_size > 0:
+            raise just_taken(path)
+    except BadInput:
+        os.close(lock)
+        raise
+    return lock, locked
 
 
 def _remove_if_empty(path: Path) -> None:

@@ -7,10 +7,12 @@ be removed: those files, by name and inode, and nothing else.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import shlex
+import stat
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ LOCK_NAME = "slideformer.lock"
 OWN_NAMES = frozenset((LOCK_NAME, "weight", "residual", "exp_avg", "exp_avg_sq", "saved", "rates"))
 """What runs leave in such a folder; for a claim that cannot be read."""
 
-AGAIN_S = 0.1
+AGAIN_S, TRIES = 0.1, 10
 
 
 class Whose(Enum):
@@ -98,15 +100,14 @@ def wait_for_the_end(path: Path, *, wait_s: float) -> None:
 def take_over(path: Path) -> tuple[int, Claimed]:
     """Remove the files that a killed run's claim lists, and hold the claim: its open file, and what it said.
 
-    Raises BadInput, and has then removed nothing: another run holds the claim, it says too little, the files were kept
-    on purpose, or there is something that it does not list.
+    Raises BadInput. Nothing has been removed then if another run holds the claim, if it says too little, if the files
+    were kept on purpose, or if there is something that it does not list.
     """
     lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
     try:
-        locked = any(_locks(lock) or time.sleep(AGAIN_S) for _ in range(10))  # others hold it while they look
+        if not hold(path, lock):
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
         names, claimed = sorted(os.listdir(path)), read_claim(lock)
-        if not locked or not _is(path / LOCK_NAME, os.fstat(lock).st_ino):
-            raise BadInput(f"another run has just taken offload_dir {path}: choose another")
         listed = claimed.files or {}
         strange = [n for n in names if n != LOCK_NAME and not (n in listed and _is(path / n, listed[n]))]
         if claimed.files is None or claimed.kept or strange:
@@ -121,6 +122,33 @@ def take_over(path: Path) -> tuple[int, Claimed]:
         os.close(lock)
         raise
     return lock, claimed
+
+
+def hold(path: Path, lock: int) -> bool:
+    """Lock the folder's claim, which is open as `lock`; False where the file system knows no locks.
+
+    Raises BadInput where another run holds it, or has given the folder back: then this file is no longer the claim.
+    """
+    for _ in range(TRIES):  # who looks into the folder holds it for a moment
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = True
+        except BlockingIOError:
+            time.sleep(AGAIN_S)
+            continue
+        except OSError:
+            locked = False
+        try:
+            if os.path.samestat(os.fstat(lock), os.lstat(path / LOCK_NAME)):
+                return locked
+        except OSError:
+            pass
+        break
+    raise just_taken(path)
+
+
+def just_taken(path: Path) -> BadInput:
+    return BadInput(f"another run has just taken offload_dir {path}: choose another")
 
 
 def read_claim(lock: int) -> Claimed:
@@ -147,7 +175,8 @@ def _locks(lock: int) -> bool:
 
 def _is(file: Path, inode: int | None) -> bool:
     """None: a file of the name that its run was about to make."""
-    return inode is None or os.lstat(file).st_ino == inode
+    found = os.lstat(file)
+    return stat.S_ISREG(found.st_mode) and inode in (None, found.st_ino)
 
 
 def _nbytes_of(path: Path, names: Mapping[str, int | None] | frozenset[str]) -> int:
