@@ -100,7 +100,7 @@ def test_what_a_killed_run_left_is_told_at_the_next_start(server: Server, config
     assert third.wait() == 2
     assert re.match(r"offload_dir tier holds 0.0\d GiB of a run that was killed \(process", third.error)
     assert third.error.endswith(
-        "nothing goes on from them (a checkpoint has its own): remove them with "
+        "nothing goes on from the run's files (a checkpoint has its own): remove them with "
         f"`rm -r {folder}/tier`, set reuse_offload_dir: true, or choose another"
     )
     assert sorted(path.name for path in (folder / "tier").iterdir()) == left, "nothing of it is removed"

@@ -53,15 +53,18 @@ def test_what_a_killed_run_left_is_told_and_not_touched(other_run: int, tmp_path
     os.waitid(os.P_PID, other_run, os.WEXITED | os.WNOWAIT)
     text = (
         r"offload_dir .*/d holds 0\.00 GiB of a run that was killed "
-        rf"\(process {other_run} on \S+ since \S+, last written \d{{{{4}}}}-\d\d-\d\d \d\d:\d\d\): "
-        r"nothing goes on from them \(a checkpoint has its own\): remove them with `{}`, {}or choose another$"
+        rf"\(process {other_run} on \S+ since \S+, last written \d{{{{4}}}}-\d\d-\d\d \d\d:\d\d\){{}}: "
+        r"nothing goes on from the run's files \(a checkpoint has its own\): remove them with `{}`, {}"
+        r"or choose another$"
     )
     folder = tmp_path / "d"
-    with pytest.raises(BadInput, match=text.format(f"rm -r {folder}", "set reuse_offload_dir: true, ")):
+    with pytest.raises(BadInput, match=text.format("", f"rm -r {folder}", "set reuse_offload_dir: true, ")):
         DiskFolder(folder)
     assert (folder / "a").exists()
     (folder / "it's theirs").write_text("")
-    with pytest.raises(BadInput, match=text.format(f"rm {folder}/a {folder}/slideformer.lock", "")) as told:
+    beside = r", and what is not that run's \(it's theirs\), so that reuse_offload_dir would remove nothing"
+    text = text.format(beside, f"rm {folder}/a {folder}/slideformer.lock", "move the rest, ")
+    with pytest.raises(BadInput, match=text) as told:
         DiskFolder(folder)
     subprocess.run(str(told.value).split("`")[1], shell=True, check=True)
     assert [path.name for path in folder.iterdir()] == ["it's theirs"]
@@ -114,6 +117,7 @@ def test_nothing_is_taken_over_where_the_claim_does_not_list_all_there_is(other_
     with pytest.raises(BadInput, match="holds 0.00 GiB of a run that was killed"):
         DiskFolder(tmp_path / "d", reuse=True)
     assert {path: path.stat().st_ino for path in (tmp_path / "d").iterdir()} == before
+    assert not found_in(tmp_path / "d").goes and "set reuse" not in found_in(tmp_path / "d").sentence
 
 
 def test_a_run_that_was_killed_before_it_could_say_anything_is_taken_over(tmp_path: Path) -> None:

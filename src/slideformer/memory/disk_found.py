@@ -14,7 +14,7 @@ import os
 import shlex
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum, auto
@@ -68,8 +68,8 @@ def found_in(path: Path) -> Found | None:
         return None
     if LOCK_NAME not in names:
         others = (
-            f"offload_dir {path} has other files in it ({names[0]}{' and more' if names[1:] else ''}): choose a folder "
-            "that is not there yet, or an empty one"
+            f"offload_dir {path} has other files in it ({listed(names)}): choose a folder that is not there yet, or an "
+            "empty one"
         )
         return Found(Whose.OTHERS, others)
     try:
@@ -108,9 +108,7 @@ def take_over(path: Path) -> tuple[int, Claimed]:
         if not hold(path, lock):
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
         names, claimed = sorted(os.listdir(path)), read_claim(lock)
-        listed = claimed.files or {}
-        strange = [n for n in names if n != LOCK_NAME and not (n in listed and _is(path / n, listed[n]))]
-        if claimed.files is None or claimed.kept or strange:
+        if claimed.files is None or claimed.kept or _not_the_runs(path, names, claimed):
             raise BadInput(_left(path, names, claimed).sentence)
         for name in names:
             if name != LOCK_NAME:
@@ -175,11 +173,14 @@ def _locks(lock: int) -> bool:
 
 def _is(file: Path, inode: int | None) -> bool:
     """None: a file of the name that its run was about to make."""
-    found = os.lstat(file)
+    try:
+        found = os.lstat(file)
+    except OSError:
+        return False
     return stat.S_ISREG(found.st_mode) and inode in (None, found.st_ino)
 
 
-def _nbytes_of(path: Path, names: Mapping[str, int | None] | frozenset[str]) -> int:
+def _nbytes_of(path: Path, names: Iterable[str]) -> int:
     nbytes = 0
     for name in names:
         try:
@@ -187,6 +188,19 @@ def _nbytes_of(path: Path, names: Mapping[str, int | None] | frozenset[str]) -> 
         except OSError:
             continue
     return nbytes
+
+
+def _not_the_runs(path: Path, names: list[str], claimed: Claimed) -> list[str]:
+    """Of a claim that says nothing of files, those are its run's that have the names of any run's."""
+    if claimed.files is None:
+        return [name for name in names if name not in OWN_NAMES]
+    files = claimed.files
+    return [n for n in names if n != LOCK_NAME and not (n in files and _is(path / n, files[n]))]
+
+
+def listed(names: list[str]) -> str:
+    """The first of them."""
+    return names[0] + (" and more" if names[1:] else "")
 
 
 def _left(path: Path, names: list[str], claimed: Claimed) -> Found:
@@ -197,17 +211,18 @@ def _left(path: Path, names: list[str], claimed: Claimed) -> Found:
         except OSError:
             continue
     when = datetime.fromtimestamp(newest).strftime("%Y-%m-%d %H:%M")
-    own = {LOCK_NAME, *claimed.files} if claimed.files is not None else OWN_NAMES
-    folder, nbytes = path.absolute(), _nbytes_of(path, dict.fromkeys(own))
-    command, others = ["rm", "-r", str(folder)], set(names) - own
+    others = _not_the_runs(path, names, claimed)
+    own = [name for name in names if name not in others]
+    folder, nbytes = path.absolute(), _nbytes_of(path, own)
+    command, beside, is_told = ["rm", "-r", str(folder)], "", claimed.files is not None and not claimed.kept
     if others:  # which are to stay
-        command = ["rm", *(str(folder / name) for name in names if name in own)]
-    is_told = claimed.files is not None and not claimed.kept and not others
-    instead = "set reuse_offload_dir: true, " if is_told else ""
+        command, is_told = ["rm", *(str(folder / name) for name in own)], False
+        beside = f", and what is not that run's ({listed(others)}), so that reuse_offload_dir would remove nothing"
+    instead = "set reuse_offload_dir: true, " if is_told else "move the rest, " if others else ""
     whose = "of a run that kept its files" if claimed.kept else "of a run that was killed"
     sentence = (
-        f"offload_dir {path} holds {nbytes / 2**30:.2f} GiB {whose} ({claimed.holder}, last written {when}): nothing "
-        f"goes on from them (a checkpoint has its own): remove them with `{shlex.join(command)}`, {instead}or choose "
-        "another"
+        f"offload_dir {path} holds {nbytes / 2**30:.2f} GiB {whose} ({claimed.holder}, last written {when}){beside}: "
+        f"nothing goes on from the run's files (a checkpoint has its own): remove them with `{shlex.join(command)}`, "
+        f"{instead}or choose another"
     )
     return Found(Whose.LEFT, sentence, nbytes, is_told)
