@@ -266,6 +266,20 @@ def test_plan_and_dry_run_refuse_what_a_run_would(config_for, tmp_path, monkeypa
     assert refusals(config) == f"BadInput: offload_dir {tier} is a file: choose a folder that is not there yet"
 
 
+def test_a_disk_that_would_be_mounted_at_the_root_is_judged_by_a_dry_run_and_not_by_a_plan(
+    config_for, tmp_path, monkeypatch
+) -> None:
+    """The root's file system says nothing of another machine's disk."""
+    mount = f"/slideformer-not-there-{os.getpid()}"
+    full = SimpleNamespace(f_bavail=1, f_frsize=os.statvfs(tmp_path).f_frsize)
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    config = config_for(**RUN, **NVME, offload_dir=mount)
+    refused = r"GiB and 0\.00 GiB are free there|cannot be made"  # the second: not by root
+    assert re.search(refused, refusals(config, here=False))
+    assert f"0 GiB are free in /, where offload_dir {mount} would be made" in " ".join(plan_run(config).text().split())
+    assert re.search(refused, refusals(config_for(**RUN, **NVME, offload_dir=str(tmp_path / "tier"))))
+
+
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 1])
 def test_a_share_of_the_saved_inputs_goes_to_disk_on_the_cpu_too(config_for, tmp_path, share) -> None:
     every = {**RUN, "gradient_accumulation_steps": 8, "offload_dir": str(tmp_path / "tier")}

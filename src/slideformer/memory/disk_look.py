@@ -14,13 +14,15 @@ from slideformer.memory.disk_found import Whose, found_in
 @dataclass(frozen=True, slots=True)
 class DiskLook:
     """here: the folder, or the one that it would be made in. nbytes: free, with what goes before a run takes any.
-    direct: past the page cache; None where that could not be tried. refusal: why a run would not begin now."""
+    direct: past the page cache; None where that could not be tried. refusal: why a run would not begin now. is_guess:
+    there is none yet, and what it would be made in is the root: what is mounted there elsewhere is not here."""
 
     path: Path
     here: bool
     nbytes: int = 0
     direct: bool | None = None
     refusal: str | None = None
+    is_guess: bool = False
 
 
 def look_at(path: Path, *, reuse: bool) -> DiskLook:
@@ -38,4 +40,6 @@ def look_at(path: Path, *, reuse: bool) -> DiskLook:
         direct = would_pass_the_cache(home)
     except OSError as error:
         refusal = refusal or f"offload_dir {path} cannot be made: {error.strerror}: choose another"
-    return DiskLook(path, here=True, nbytes=nbytes, direct=direct, refusal=refusal)
+    whole = path.absolute()
+    is_guess = home != path and whole.parent == Path(whole.anchor)
+    return DiskLook(path, here=True, nbytes=nbytes, direct=direct, refusal=refusal, is_guess=is_guess)

@@ -83,7 +83,7 @@ class RunPlan:
             elsewhere=elsewhere and self.options.max_host_memory is not None,
         )
         look = self.look
-        if look is None or (elsewhere and not look.here):
+        if look is None or (elsewhere and (look.is_guess or not look.here)):
             return
         if look.refusal is not None:
             raise BadInput(look.refusal)
@@ -173,7 +173,8 @@ class RunPlan:
         if look is None or not look.here:
             return f"offload_dir {self.config.offload_dir} is not on this machine: its room is not known"
         way = {True: ", with direct I/O", False: "; no direct I/O: takes page cache too", None: ""}[look.direct]
-        return f"{look.nbytes / 2**30:,.0f} GiB are free at offload_dir {look.path}{way}"
+        where = f"in /, where offload_dir {look.path} would be made" if look.is_guess else f"at offload_dir {look.path}"
+        return f"{look.nbytes / 2**30:,.0f} GiB are free {where}{way}"
 
     def text(self) -> str:
         """For people, within 80 columns."""
