@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -154,18 +154,23 @@ class Saver:
             left = min(left, self.config.save_memory)
         order = self.engine.update_order()
         for unit in order:
-            left -= Snapshot.nbytes_of(unit, state)
-            if left < 0:
-                break
-            try:
+            nbytes = Snapshot.nbytes_of(unit, state)
+            if nbytes > left:
+                continue
+            with suppress(DoesNotFit):
                 self._snapshots[unit] = Snapshot(self.engine.layout, unit, state)
-            except DoesNotFit:
-                break
-        nbytes = sum(snapshot.nbytes for snapshot in self._snapshots.values())
-        units = f"{len(self._snapshots)} of {len(order)} units"
-        self.console.note(f"checkpoints: {units} are copied to {size(nbytes)} of spare memory and written from there")
+                left -= nbytes
+        self.console.note(self._told_spare(len(order)))
         for snapshot in self._snapshots.values():
             self._open_lanes()[-1].run(partial(snapshot.populate, lambda: self._populates), "memory for checkpoints")
+
+    def _told_spare(self, num_units: int) -> str:
+        copied, wait = len(self._snapshots), "updates wait until their units are in its files"
+        if not copied:
+            return f"while a checkpoint is written, {wait}: no memory is spare for copies"
+        nbytes = size(sum(snapshot.nbytes for snapshot in self._snapshots.values()))
+        rest = f"; {wait} where there is none" if copied < num_units else ""
+        return f"checkpoints are written from copies of {copied} of {num_units} units in {nbytes} of spare memory{rest}"
 
     def _guarded(self, writing: _Writing, work: Callable[[], object]) -> None:
         """In a lane. The unit is held, or is a copy, so its state is that of the checkpoint's step."""
