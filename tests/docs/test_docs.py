@@ -127,6 +127,7 @@ def test_the_memory_guide_counts_host_memory_as_the_plan_does(slideformer, place
 
 TALK = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
 SAVING = ["save_steps=2"]
+TIER = ["offload_optimizer=nvme", "offload_dir=tier"]
 TRIGGERS: dict[str, list[str]] = {  # heading of troubleshooting.md -> words that bring the message about
     "unknown key": ["lerning_rate=1"],
     "is not given, and it has no default": ["--no-file"],
@@ -155,7 +156,8 @@ TRIGGERS: dict[str, list[str]] = {  # heading of troubleshooting.md -> words tha
     "but offload_dir is not given": ["offload_optimizer=nvme"],
     "has other files in it": ["offload_optimizer=nvme", "offload_dir=.", "output_dir=../out"],
     "but the device is the CPU, and only a GPU has it": ["use_gds=true", "offload_dir=tier"],
-    "would pass max_disk_writes": ["offload_optimizer=nvme", "offload_dir=tier", "max_disk_writes=1MB"],
+    "would pass max_disk_writes": [*TIER, "max_disk_writes=4MB", "max_steps=9"],
+    "filling offload_dir and 2 steps write": [*TIER, "max_disk_writes=1MB"],
 }
 AFTER_A_RUN = ("has checkpoints of an earlier run", "cannot be continued with this config")
 CODES = {

@@ -17,7 +17,8 @@ from slideformer.errors import BadInput, DoesNotFit, RunFailed
 from slideformer.memory import DiskFolder, size
 from slideformer.train import trainer
 from slideformer.train.console import PlainConsole
-from slideformer.train.disk_use import written_before
+from slideformer.train.disk_use import filled_nbytes, written_before
+from slideformer.train.loop import Loop
 from slideformer.train.only import dry_run
 from slideformer.train.plan import plan_run
 from slideformer.train.setup import require_gds
@@ -117,7 +118,7 @@ def test_a_run_that_would_pass_max_disk_writes_stops_with_a_checkpoint_and_goes_
 
 
 def test_max_disk_writes_counts_what_earlier_starts_of_the_run_have_written(config_for, tmp_path, monkeypatch) -> None:
-    """Also what was written after the last checkpoint, and by starts that had no room for a step."""
+    """Also what was written after the last checkpoint."""
     written: list[int] = []
     close = DiskFolder.close
 
@@ -132,22 +133,17 @@ def test_max_disk_writes_counts_what_earlier_starts_of_the_run_have_written(conf
         RunFailed, match="after step [23] of 4: .* written to offload_dir, and further steps would pass"
     ):
         run(config_for(**every, max_disk_writes=limit))
-    told = ""
-    for _ in range(9):
-        with pytest.raises((RunFailed, BadInput)) as error:
-            run(config_for(**every, max_disk_writes=limit))
-        told = str(error.value)
-        if error.type is BadInput:
-            break
-        assert re.search(
-            r"after step [23] of 4: .*, \S+ MiB of it by earlier starts, and further steps would pass", told
-        )
-    assert re.fullmatch(
-        r"earlier starts of this run have written \S+ MiB to offload_dir, and max_disk_writes is \S+ MiB: set a larger "
-        "limit",
-        told,
-    )
-    assert sum(written) >= limit
+    assert sum(written) <= limit
+    too_little = r"filling offload_dir and 2 steps write \S+ MiB, after \S+ MiB by earlier starts of this run, and max_"
+    with pytest.raises(
+        BadInput, match=too_little + r"disk_writes is \S+ MiB: set a larger limit, or keep more in host"
+    ):
+        run(config_for(**every, max_disk_writes=limit))
+    assert len(written) == 2 and written[1] == 0, "before anything is loaded"
+    with pytest.raises(
+        BadInput, match=r"^earlier starts of this run have written \S+ MiB to offload_dir, and max_disk"
+    ):
+        run(config_for(**every, max_disk_writes=sum(written)))
     out = run(config_for(**every, max_disk_writes=10 * limit))
     assert re.search(r"on disk in \S+: .* steps write \S+ TB, after \S+ TB by earlier starts", out)
     record = json.loads((tmp_path / "out" / "run.json").read_text())
@@ -182,13 +178,45 @@ def test_a_run_says_at_its_start_what_lies_on_disk_and_what_it_will_write(config
     assert "on disk in" not in run(config_for(output_dir=str(tmp_path / "memory"), **RUN))
 
 
-def test_a_limit_that_loading_alone_reaches_stops_the_run_before_its_first_step(config_for, tmp_path) -> None:
-    every = {**RUN, **NVME, "offload_dir": str(tmp_path / "tier")}
-    with pytest.raises(
-        RunFailed, match="after step 0 of 4: .*max_disk_writes .*; nothing was saved; set a larger limit"
-    ):
-        run(config_for(**every, max_disk_writes=2**20))
-    assert not (tmp_path / "tier").exists()
+def test_a_limit_that_the_first_steps_would_reach_refuses_the_run_before_it_writes(config_for, tmp_path, monkeypatch):
+    """A run, a dry run and a plan; what filling takes is what it was said to take, at least."""
+    tier = tmp_path / "tier"
+    config = config_for(**RUN, **NVME, offload_dir=str(tier), max_disk_writes=2**20)
+    assert re.match(
+        r"BadInput: filling offload_dir and 2 steps write \S+ MiB, and max_disk_writes is 1", refusals(config)
+    )
+    with pytest.raises(BadInput, match=re.escape(refusals(config).removeprefix("BadInput: "))):
+        run(config)
+    assert not tier.exists()
+    found, filled = plan_run(config), []
+    monkeypatch.setattr(Loop, "run", lambda loop: filled.append(loop.work.engine.disk_traffic[1]))
+    options = found.options.step_options(found.decoder.layout, found.decoder.dtype)
+    told = filled_nbytes(found.decoder.layout, options, found.decoder.dtype, goes_on=False)
+    enough = config.model_copy(update={"max_disk_writes": told + 2 * found.traffic[1]})
+    dry_run(enough, PlainConsole(io.StringIO())).plan.require_fit()
+    run(enough)
+    assert filled == [pytest.approx(told, rel=0.15)], "a tile in which parameters meet is written for each"
+
+
+@pytest.mark.parametrize(
+    ("status", "checkpoints", "before"),
+    [("finished", None, 0), ("failed", None, 2000), ("running", None, 2000), ("finished", 0, 2000)],
+)
+def test_what_another_run_in_the_folder_has_written_does_not_count(config_for, tmp_path, status, checkpoints, before):
+    config = config_for(offload_dir="tier", resume_from_checkpoint="auto", max_disk_writes="1MB")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "run.json").write_text(json.dumps({"status": status, "disk_writes": 2000}))
+    (out / "metrics.jsonl").write_text('{"nvme_written_gb": 1e-6}\n')
+    assert written_before(config, checkpoints) == before
+
+
+def test_a_new_run_where_one_has_finished_without_checkpoints_starts_its_count_anew(config_for, tmp_path) -> None:
+    every = {**RUN, **NVME, "offload_dir": str(tmp_path / "tier"), "max_steps": 1}
+    run(config_for(**every))
+    first = json.loads((tmp_path / "out" / "run.json").read_text())["disk_writes"]
+    run(config_for(**every, save_steps=1, resume_from_checkpoint="auto"))
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["disk_writes"] == first > 0
 
 
 def test_plan_and_dry_run_say_what_lies_on_disk_and_what_a_step_moves(config_for, tmp_path) -> None:

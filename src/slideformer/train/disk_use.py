@@ -7,13 +7,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from slideformer.config import TrainConfig
 from slideformer.engine import Engine
 from slideformer.errors import BadInput
+from slideformer.layout import Layout
 from slideformer.memory import size
 from slideformer.memory.disk_look import look_at
+from slideformer.memory.state import DTYPES, plane_numel
+from slideformer.schedule import StepOptions
 from slideformer.train.metrics import METRICS
-from slideformer.train.record import DISK_WRITES
+from slideformer.train.record import DISK_WRITES, FINISHED
 from slideformer.train.record import FILE as RUN
 
 STEPS_AT_WORK = 2
@@ -68,22 +73,54 @@ def require_offload_dir(config: TrainConfig) -> None:
         raise BadInput(refusal)
 
 
-def written_before(config: TrainConfig, checkpoints: int) -> int:
+def written_before(config: TrainConfig, checkpoints: int | None) -> int:
     """Bytes that earlier starts of a run that goes on have written: by its checkpoints, by run.json, which is written
-    when steps begin and end, or by its metrics, where it was killed. checkpoints: what they say.
+    when steps begin and end, or by its metrics, where it was killed. checkpoints: what they say; None: there are none,
+    and then one that finished was another run.
 
     Raises BadInput where max_disk_writes leaves nothing.
     """
-    if not config.resume_from_checkpoint:
-        return 0
     folder = Path(config.output_dir)
-    before = max([checkpoints, *_noted(folder / METRICS, WRITTEN, 1e9), *_noted(folder / RUN, DISK_WRITES, 1)])
+    if not config.resume_from_checkpoint or (checkpoints is None and _finished(folder)):
+        return 0
+    before = max([checkpoints or 0, *_noted(folder / METRICS, WRITTEN, 1e9), *_noted(folder / RUN, DISK_WRITES, 1)])
     if config.max_disk_writes is not None and before >= config.max_disk_writes:
         raise BadInput(
             f"earlier starts of this run have written {size(before)} to offload_dir, and max_disk_writes is "
             f"{size(config.max_disk_writes)}: set a larger limit"
         )
     return before
+
+
+def filled_nbytes(layout: Layout, options: StepOptions, dtype: torch.dtype, *, goes_on: bool) -> int:
+    """What a run writes before its first step: its state, as far as that lies on disk. dtype: of compute. goes_on: from
+    a checkpoint; moments are zeros else, which nobody writes."""
+    written = DTYPES if goes_on else ("weight", "residual")
+    keep_residual = dtype is torch.float32
+    return sum(
+        plane_numel(layout, unit, plane, keep_residual=keep_residual) * DTYPES[plane].itemsize
+        for plane, unit in options.disk
+        if plane in written
+    )
+
+
+def require_writes_left(config: TrainConfig, filled: int, a_step: int, *, before: int = 0) -> None:
+    """Raise BadInput where a run could not make its first steps within max_disk_writes. filled: see `filled_nbytes`.
+    a_step: bytes that a step writes. before: as `DiskUse`."""
+    least = filled + STEPS_AT_WORK * a_step
+    if config.max_disk_writes is not None and before + least > config.max_disk_writes:
+        after = f", after {size(before)} by earlier starts of this run" if before else ""
+        raise BadInput(
+            f"filling offload_dir and {STEPS_AT_WORK} steps write {size(least)}{after}, and max_disk_writes is "
+            f"{size(config.max_disk_writes)}: set a larger limit, or keep more in host memory"
+        )
+
+
+def _finished(folder: Path) -> bool:
+    try:
+        return bool(json.loads((folder / RUN).read_text(encoding="utf-8"))["status"] == FINISHED)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _noted(path: Path, key: str, unit: float) -> Iterator[int]:

@@ -29,8 +29,9 @@ from slideformer.memory import Budget, Limit, size
 from slideformer.memory.disk import no_room
 from slideformer.memory.disk_look import DiskLook, look_at
 from slideformer.model.decoder import Decoder
-from slideformer.schedule import Timeline, build_step, prove, simulate
+from slideformer.schedule import StepOptions, Timeline, build_step, prove, simulate
 from slideformer.schedule.collector import collector_put_off
+from slideformer.train.disk_use import filled_nbytes, require_writes_left
 from slideformer.train.setup import build_decoder, device_kind, engine_options, require_gds
 from slideformer.train.verdict import verdict
 
@@ -69,8 +70,8 @@ class RunPlan:
 
     def require_fit(self, *, elsewhere: bool = False) -> None:
         """Raise DoesNotFit if it needs more than there is or may be used, on the disk too, and BadInput where a run
-        could not have its folder there. elsewhere: max_host_memory is that of another machine, so what this one has
-        does not count, nor does it that a disk is not here."""
+        could not have its folder there or may not write enough. elsewhere: max_host_memory is that of another machine,
+        so what this one has does not count, nor does it that a disk is not here."""
         decoder = self.decoder
         require_fit(
             decoder.layout,
@@ -82,6 +83,8 @@ class RunPlan:
             found=self.budget,
             elsewhere=elsewhere and self.options.max_host_memory is not None,
         )
+        filled = filled_nbytes(decoder.layout, self._chosen(), decoder.dtype, goes_on=False)
+        require_writes_left(self.config, filled, self.traffic[1])
         look = self.look
         if look is None or (elsewhere and (look.is_guess or not look.here)):
             return
@@ -127,7 +130,7 @@ class RunPlan:
     def placement(self) -> dict[str, object]:
         """What is on the device beside the window. Units and blocks by name."""
         names = [unit.name for unit in self.decoder.layout.units]
-        chosen = self.options.step_options(self.decoder.layout, self.decoder.dtype)
+        chosen = self._chosen()
         return {
             "resident": [names[u] for u in chosen.resident],
             "keep": [names[u] for u in chosen.keep],
@@ -215,8 +218,11 @@ class RunPlan:
             ]
         return "\n".join(lines)
 
+    def _chosen(self) -> StepOptions:
+        return self.options.step_options(self.decoder.layout, self.decoder.dtype)
+
     def _placed(self) -> str:
-        return placed(self.decoder.layout, self.options.step_options(self.decoder.layout, self.decoder.dtype))
+        return placed(self.decoder.layout, self._chosen())
 
     def _parts(self) -> str:
         """auto_find_batch_size: how many rows are taken together, if fewer than the config says."""
@@ -232,7 +238,7 @@ class RunPlan:
     def _num_slots(self) -> int:
         """Resident blocks need none."""
         layout = self.decoder.layout
-        resident = self.options.step_options(layout, self.decoder.dtype).resident
+        resident = self._chosen().resident
         return min(self.config.window, len(set(layout.blocks) - set(resident)))
 
 

@@ -24,6 +24,7 @@ from slideformer.train.redact import redacted
 log = logging.getLogger(__name__)
 FILE = "run.json"
 DISK_WRITES = "disk_writes"  # bytes to the disk tier, of all starts of the run
+FINISHED = "finished"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 

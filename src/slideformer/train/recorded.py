@@ -11,7 +11,7 @@ from slideformer.train.checkpoint import Progress
 from slideformer.train.hardware import git_commit, hardware
 from slideformer.train.journal import Journal
 from slideformer.train.loop import Work
-from slideformer.train.record import DISK_WRITES, RunRecord
+from slideformer.train.record import DISK_WRITES, FINISHED, RunRecord
 from slideformer.train.stop import AT_ONCE_S, Stopped, within
 
 
@@ -42,4 +42,4 @@ def recorded(
     except BaseException as error:
         record.end("failed", **now(), error=str(error))
         raise
-    record.end("finished", **now())
+    record.end(FINISHED, **now())

@@ -51,6 +51,11 @@ class Origin:
         return loaded.record.progress.model_copy(update={"disk_writes": self.disk_writes})
 
     @property
+    def first_step(self) -> int:
+        """How many steps have been made."""
+        return self.found[0].record.progress.step if self.found else 0
+
+    @property
     def beginning(self) -> Progress:
         """Where a run without a checkpoint starts."""
         return Progress(step=0, num_updates=0, evaluated=False, disk_writes=self.disk_writes)
@@ -98,7 +103,7 @@ def find_origin(
 
     Raises BadInput for the newest that is another config's, and where max_disk_writes is spent, and DoesNotFit.
     """
-    disk_writes = written_before(config, max((one.record.progress.disk_writes for one in found), default=0))
+    disk_writes = written_before(config, max((one.record.progress.disk_writes for one in found), default=None))
     if config.save_strategy == "no" and not found:
         return Origin([], {}, {}, disk_writes)
     steps = num_steps(config, batches)

@@ -31,7 +31,7 @@ from slideformer.train.callbacks import Callbacks, State
 from slideformer.train.card import Facts
 from slideformer.train.checkpoint import Damaged, Progress, folder_name
 from slideformer.train.console import Console, open_console
-from slideformer.train.disk_use import require_offload_dir
+from slideformer.train.disk_use import filled_nbytes, require_offload_dir, require_writes_left
 from slideformer.train.evaluation import Sets, evaluate
 from slideformer.train.generate import Completion, complete
 from slideformer.train.hub import push, require_hub
@@ -152,7 +152,7 @@ class Trainer:
             origin = find_origin(config, found, prepared.batches, decoder, device.kind)
             record = RunRecord(target, config, {"data": [r.as_dict() for r in prepared.dataset.reports]})
             with StopRequests() as stop:
-                engine = self._open(loads=not origin.found)
+                engine = self._open_at(origin, prepared.num_steps)
                 start = self._start(origin, engine, console)
                 kept = lines_until(target / METRICS, start.step, evaluated=start.evaluated) if start.step else ""
                 with (
@@ -312,6 +312,17 @@ class Trainer:
             self._inputs.load(self._engine)
             self._has_weights = True
         return self._engine
+
+    def _open_at(self, origin: Origin, num_steps: int) -> Engine:
+        """The engine, loaded unless a checkpoint will be. Raises BadInput, before anything is loaded, where
+        max_disk_writes leaves no room for that and for steps."""
+        engine, filled, goes_on = self._open(loads=False), 0, bool(origin.found)
+        if goes_on or not self._has_weights:
+            filled = filled_nbytes(engine.layout, engine.step_options, engine.decoder.dtype, goes_on=goes_on)
+        filled += engine.disk_traffic[1]  # its measuring
+        if origin.first_step < num_steps:
+            require_writes_left(self.args, filled, engine.disk_writes_per_step, before=origin.disk_writes)
+        return self._open(loads=not goes_on)
 
     def _start(self, origin: Origin, engine: Engine, console: Console) -> Progress:
         """How far the run is; the engine has its state then, and schedule and callbacks theirs."""
