@@ -4,15 +4,20 @@ memory, so threads of Python's play it here; tests/gpu/test_gds.py has the real 
 from __future__ import annotations
 
 import os
+import re
+import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from memory.pages import noise
+from slideformer.cli.doctor import _disk
+from slideformer.device.cpu import CpuDevice
 from slideformer.memory.disk_extent import checksum, padded
 from slideformer.memory.disk_gds import PIECE_NBYTES, GdsFile, device_checksum
 from slideformer.native import ShortFile
@@ -113,3 +118,43 @@ def test_a_file_that_was_cut_is_short(tmp_path: Path) -> None:
         with file.read(OFFSET, data) as moving:
             device_checksum(data, moving.wait)
     file.close()
+
+
+@pytest.mark.parametrize("call", ["read", "write"])
+@pytest.mark.parametrize(("refuses", "told"), [(RuntimeError("KvikIO failure"), OSError), (KeyboardInterrupt("stop"), None)])
+def test_where_a_piece_cannot_be_begun_those_before_it_end_first(tmp_path: Path, call, refuses, told) -> None:
+    """The caller may give their memory to something else."""
+    (tmp_path / "a").write_bytes(bytes(OFFSET + 3 * PIECE_NBYTES))
+
+    class Refusing(Threads):
+        def _begun(self, move, data: torch.Tensor, offset: int) -> Waiting:
+            if offset == OFFSET + 2 * PIECE_NBYTES:
+                raise refuses
+            return super()._begun(move, data, offset)
+
+    threads = Refusing(tmp_path / "a", slow_s=0.05, broken=OFFSET + PIECE_NBYTES)  # which is not what is told
+    file = GdsFile(threads)
+    with pytest.raises(told or type(refuses), match=str(refuses)):
+        getattr(file, call)(OFFSET, torch.zeros(3 * PIECE_NBYTES, dtype=torch.uint8))
+    assert threads.at_work == 0
+    file.close()
+
+
+def test_doctor_says_that_it_could_not_measure_and_goes_on(tmp_path: Path, monkeypatch) -> None:
+    """A file system that kvikio cannot open files on. Its module is played here, too."""
+
+    def refuse(path: Path, flags: str) -> None:
+        raise RuntimeError("KvikIO failure at: file.cpp:1: no such file system")
+
+    module = ModuleType("kvikio")
+    module.CuFile = refuse
+    module.defaults = SimpleNamespace(set=lambda settings: None, is_compat_mode_preferred=lambda: False)
+    module.cufile_driver = SimpleNamespace(get=lambda name: True)
+    monkeypatch.setitem(sys.modules, "kvikio", module)
+    monkeypatch.setattr(CpuDevice, "kind", "cuda")
+    with CpuDevice() as device:
+        facts = _disk(tmp_path, device)
+    assert re.fullmatch(
+        r"real, but it could not be measured \(.* cannot be opened by kvikio \(.*\): .*\)", facts["gds"]
+    )
+    assert facts["read_gbps"] > 0 and list(tmp_path.iterdir()) == []

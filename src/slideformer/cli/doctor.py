@@ -97,8 +97,8 @@ def _gds(inside: Path, device: Device) -> dict[str, object]:
     """How the disk and the GPU would move data, and how fast where there is one; None without kvikio."""
     import torch
 
-    from slideformer.errors import BadInput
-    from slideformer.memory import DiskFolder, disk_rates
+    from slideformer.errors import BadInput, DoesNotFit
+    from slideformer.memory import DiskFault, DiskFolder, disk_rates
     from slideformer.memory.disk_gds import Gds
     from slideformer.memory.disk_rates import EXTENT_NBYTES
 
@@ -108,8 +108,11 @@ def _gds(inside: Path, device: Device) -> dict[str, object]:
         return {"gds": None}
     if device.kind == "cpu":
         return {"gds": way}
-    with DiskFolder(inside, gds=True) as folder:
-        rates = disk_rates(folder, memory=lambda: device.empty(EXTENT_NBYTES, torch.uint8))
+    try:
+        with DiskFolder(inside, gds=True) as folder:
+            rates = disk_rates(folder, memory=lambda: device.empty(EXTENT_NBYTES, torch.uint8))
+    except (BadInput, DiskFault, DoesNotFit, OSError) as error:  # the rest of the report is as good without it
+        return {"gds": f"{way}, but it could not be measured ({error})"}
     return {"gds": way, "gds_read_gbps": rates.read / 1e9, "gds_write_gbps": rates.write / 1e9}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +66,8 @@ class GdsFile:
         self._file = opened
 
     def write(self, offset: int, data: torch.Tensor) -> Moving:
-        """Begin to write. data: uint8 [n], device; what is to be written must be there, and stay."""
+        """Begin to write. data: uint8 [n], device; what is to be written must be there, and stay. Raises OSError, and
+        nothing moves any more then."""
         return self._begun("pwrite", offset, data)
 
     def read(self, offset: int, data: torch.Tensor) -> Moving:
@@ -77,9 +79,23 @@ class GdsFile:
 
     def _begun(self, call: str, offset: int, data: torch.Tensor) -> Moving:
         move = getattr(self._file, call)
-        starts = range(0, data.numel(), PIECE_NBYTES)
-        pieces = (data[start : start + PIECE_NBYTES] for start in starts)
-        return Moving([(move(p, file_offset=offset + s), p.numel()) for p, s in zip(pieces, starts, strict=True)])
+        pieces: list[tuple[object, int]] = []
+        try:
+            for start in range(0, data.numel(), PIECE_NBYTES):
+                piece = data[start : start + PIECE_NBYTES]
+                pieces.append((move(piece, file_offset=offset + start), piece.numel()))
+        except BaseException as error:
+            with suppress(OSError, ShortFile), Moving(pieces):
+                pass  # those that have begun are at work in memory that the caller may then use otherwise
+            if isinstance(error, RuntimeError):
+                raise _of_kvikio(error) from None
+            raise
+        return Moving(pieces)
+
+
+def _of_kvikio(error: RuntimeError) -> OSError:
+    """Its text, which has a place in kvikio's sources."""
+    return OSError(errno.EIO, str(error))
 
 
 class Moving:
@@ -95,8 +111,8 @@ class Moving:
             self._num_there += 1
             try:
                 moved = future.get()
-            except RuntimeError as error:  # of kvikio, with a place in its sources
-                raise OSError(errno.EIO, str(error)) from None
+            except RuntimeError as error:
+                raise _of_kvikio(error) from None
             if moved != nbytes:
                 raise ShortFile(f"{nbytes - moved} bytes of piece {self._num_there - 1} are missing")
 
