@@ -121,16 +121,18 @@ int64_t adamw_from(int64_t i, const sf_scalars& s, const sf_state& state, const 
         const F g = Gradient<V, kind>::load(grad, i, scale);
         F m = V::load(state.exp_avg + i);
         F v = V::load(state.exp_avg_sq + i);
+        F p = master ? V::join(state.weight + i, state.residual + i) : m;
         m = V::flush(V::add(V::flush(V::mul(m, beta1)), V::flush(V::mul(g, one_minus_beta1))));
         v = V::flush(V::add(V::flush(V::mul(v, beta2)), V::flush(V::mul(V::flush(V::mul(g, one_minus_beta2)), g))));
+        if (master) {
+            const F denom = V::add(V::mul(V::sqrt(v), rsqrt_bias2), eps);
+            p = V::flush(V::mul(p, decay));
+            p = V::one_nan(V::flush(V::sub(p, V::flush(V::mul(V::flush(V::div(m, denom)), step_size)))));
+        }
         if (moments) {
             store<V, past_caches>(to.exp_avg + i, V::one_nan(m));
             store<V, past_caches>(to.exp_avg_sq + i, V::one_nan(v));
         }
-        if (!master) continue;
-        const F denom = V::add(V::mul(V::sqrt(v), rsqrt_bias2), eps);
-        F p = V::flush(V::mul(V::join(state.weight + i, state.residual + i), decay));
-        p = V::one_nan(V::flush(V::sub(p, V::flush(V::mul(V::flush(V::div(m, denom)), step_size)))));
         if (weight) store_weight<V, past_caches>(to.weight + i, p);
         if (residual) store_residual<V, past_caches>(to.residual + i, p);
     }
