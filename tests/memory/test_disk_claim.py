@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -36,6 +37,27 @@ def other_run(tmp_path: Path) -> Iterator[int]:
     yield child
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("end", ["", "raise KeyError", "raise KeyboardInterrupt", "del folder", "folder.close()"])
+def test_a_folder_that_nobody_closed_goes_when_python_ends(tmp_path: Path, end: str) -> None:
+    """And not when a child ends that it forked."""
+    text = f"""
+import os
+from pathlib import Path
+from slideformer.memory import DiskFolder
+path = Path({str(tmp_path / "d")!r})
+folder = DiskFolder(path)
+folder.file("a", [1 << 20])
+if (child := os.fork()) == 0:
+    raise SystemExit
+os.waitpid(child, 0)
+assert (path / "a").exists()
+{end}
+"""
+    done = subprocess.run([sys.executable, "-c", text], timeout=100, capture_output=True, text=True)
+    assert "AssertionError" not in done.stderr and (done.returncode != 0) == end.startswith("raise"), done.stderr
+    assert not (tmp_path / "d").exists()
 
 
 def test_two_runs_do_not_share_a_folder(other_run: int, tmp_path: Path) -> None:

@@ -121,7 +121,9 @@ def test_a_file_that_was_cut_is_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["read", "write"])
-@pytest.mark.parametrize(("refuses", "told"), [(RuntimeError("KvikIO failure"), OSError), (KeyboardInterrupt("stop"), None)])
+@pytest.mark.parametrize(
+    ("refuses", "told"), [(RuntimeError("KvikIO failure"), OSError), (KeyboardInterrupt("stop"), None)]
+)
 def test_where_a_piece_cannot_be_begun_those_before_it_end_first(tmp_path: Path, call, refuses, told) -> None:
     """The caller may give their memory to something else."""
     (tmp_path / "a").write_bytes(bytes(OFFSET + 3 * PIECE_NBYTES))

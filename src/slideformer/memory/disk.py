@@ -7,6 +7,7 @@ Every read is held to what this run wrote: whatever else is found is an error (`
 
 from __future__ import annotations
 
+import atexit
 import errno
 import logging
 import os
@@ -98,7 +99,7 @@ class Traffic:
 
 
 class DiskFolder:
-    """The folder of one run. Use as a context manager or close it.
+    """The folder of one run. Use as a context manager or close it; what nobody closes is closed when Python ends.
 
     direct: reads and writes pass the page cache. gds: how tensors of a device move, if they may. reads, writes: what
     went each way so far, headers not counted. guard: for whoever keeps something of the files in memory.
@@ -142,6 +143,7 @@ class DiskFolder:
             if isinstance(error, OSError):
                 raise BadInput(f"offload_dir {path} cannot be used: {error.strerror}: choose another") from None
             raise
+        atexit.register(self.close)
         if self.gds is not None and not self.gds.real:
             log.warning(
                 "GPUDirect Storage is emulated here: what it moves passes through host memory and is no faster for it"
@@ -181,6 +183,7 @@ class DiskFolder:
             if self._closed or not self.claim.mine:
                 return
             self._closed = True
+        atexit.unregister(self.close)
         self.threads.stop()
         for file in self._files.values():
             file.close(remove=clean and not self._keep)
