@@ -209,6 +209,22 @@ def follow(advice: str, options: EngineOptions) -> EngineOptions:
     return replace(options, **changes)
 
 
+@pytest.mark.parametrize(
+    ("limit", "kind", "disk"),
+    [
+        ({"max_gpu_memory": 1000}, "cuda", False),
+        ({"max_host_memory": 1000}, "cuda", True),
+        ({"max_gpu_memory": 1000, "max_host_memory": 1000}, "cuda", True),
+        ({"max_host_memory": 1000}, "cpu", True),
+        ({"max_host_memory": 1000, "offload_dir": "there"}, "cpu", False),
+    ],
+)
+def test_a_disk_is_advised_where_the_host_lacks_memory_and_has_none(limit, kind, disk):
+    with pytest.raises(DoesNotFit, match="With every setting at its smallest it is still") as error:
+        require(toy_decoder(dtype=torch.bfloat16), toy_options(**limit), kind)
+    assert ("give offload_dir" in str(error.value)) == disk
+
+
 @pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("share", [0.97, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3])
 def test_whoever_follows_the_advice_fits_and_no_part_of_it_is_needless(share, device_kind):

@@ -128,14 +128,15 @@ def require_fit(
     device = min(limits, default=None)
     host = Limit(options.max_host_memory or 0, "max_host_memory") if elsewhere else host_room(options.max_host_memory)
 
-    def excess_nbytes(trial: EngineOptions) -> int:
+    def excess_of(trial: EngineOptions) -> tuple[int, int]:
         share = (trial.micro_batch_size * trial.max_length) / (options.micro_batch_size * options.max_length)
         scaled = None if costs is None else costs.of_share(share)
         trial_budget = placed(budget_of(layout, trial, hidden_size=hidden_size, dtype=dtype, costs=scaled))
-        return sum(max(over, 0) for over in trial_budget.excess(device, host))
+        on_device, on_host = trial_budget.excess(device, host)
+        return max(on_device, 0), max(on_host, 0)
 
     try:
-        placed(found).require(device, host, advice=lambda: _advice(options, excess_nbytes))
+        placed(found).require(device, host, advice=lambda: _advice(options, excess_of))
     except DoesNotFit as error:
         if not options.ignore_memory_limits:
             raise
@@ -187,8 +188,12 @@ _WORDS = {"saved_on_device": "cpu", "resident": "stream", "ahead": "none"}
 """What a config says for the value that takes least."""
 
 
-def _advice(options: EngineOptions, excess_nbytes: Callable[[EngineOptions], int]) -> str:
-    """The cheapest changes that make it fit, or that nothing here does. excess_nbytes: what is too much."""
+def _advice(options: EngineOptions, excess_of: Callable[[EngineOptions], tuple[int, int]]) -> str:
+    """The cheapest changes that make it fit, or that nothing does. excess_of: bytes too many on device and host."""
+
+    def excess_nbytes(trial: EngineOptions) -> int:
+        return sum(excess_of(trial))
+
     changed, excess = options, excess_nbytes(options)
     for cheaper in _CHEAPER:
         while excess > 0:
@@ -198,7 +203,8 @@ def _advice(options: EngineOptions, excess_nbytes: Callable[[EngineOptions], int
                 break
             changed, excess = trial, trial_excess
     if excess > 0:
-        disk = "" if options.offload_dir else "give offload_dir, a folder on a fast disk, "
+        helps = options.offload_dir is None and excess_of(changed)[1] > 0  # what is on the device lies on no disk
+        disk = "give offload_dir, a folder on a fast disk, " if helps else ""
         return (
             f"With every setting at its smallest it is still {size(excess)} too much: {disk}use a smaller model, "
             "freeze parameters, or take a machine with more memory"

@@ -15,7 +15,8 @@ REMEDIES = {
     "download": f"{MORE_TOKENS} hide it",
     "spill": "more device memory keeps saved inputs there; shorter or fewer rows save less",
     "fetch": "more device memory keeps saved inputs there; shorter or fewer rows save less",
-    "disk": f"{MORE_TOKENS} hide it, and a larger max_host_memory or a faster disk make it shorter",
+    "disk": f"{MORE_TOKENS} hide it; smaller shares on disk (or, where offload_optimizer, offload_weights and "
+    "offload_activations are auto, a larger max_host_memory) and a faster disk make it shorter",
     "gather": "fewer different tokens a step, or device memory for the whole table, make it shorter",
 }
 
