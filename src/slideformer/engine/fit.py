@@ -213,7 +213,9 @@ def _advice(options: EngineOptions, excess_of: Callable[[EngineOptions], tuple[i
         kept = replace(changed, **{f: getattr(options, f) for f in fields})
         if kept != changed and excess_nbytes(kept) <= 0:
             changed = kept
-    return f"Cheapest change that makes it fit: {', '.join(_differences(options, changed))}"
+    before, after = (o.micro_batch_size * o.micro_batches for o in (options, changed))
+    another = "" if after == before else f", with {after} instead of {before} rows a step"
+    return f"Cheapest change that makes it fit{another}: {', '.join(_differences(options, changed))}"
 
 
 def _differences(old: EngineOptions, new: EngineOptions) -> Iterator[str]:
