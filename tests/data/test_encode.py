@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from slideformer.data import load_tokenizer
 from slideformer.data.encode import IGNORED, Encoded, EncodingRules, Remark, encode_row
 from slideformer.data.formats import RowFormat
 from slideformer.data.rows import Block, RawRow, Reason, UnusableRow
@@ -158,3 +159,13 @@ def test_a_row_of_which_all_is_learned_is_remarked_when_prompts_should_not_be(co
 def test_num_target_tokens_leaves_out_the_first_token(codec, make_config) -> None:
     sample = encode_one({"text": "abc"}, codec, make_config())
     assert (len(sample.input_ids), sample.num_target_tokens) == (4, 3)
+
+
+def test_a_folder_without_a_tokenizer_or_with_a_broken_one_says_which(make_codec, tmp_path) -> None:
+    make_codec().tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(BadInput, match=f"^no tokenizer can be loaded from {tmp_path}: Expecting property name"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(BadInput, match=f"^no tokenizer can be loaded from {tmp_path}: it has no tokenizer.json: copy"):
+        load_tokenizer(tmp_path)

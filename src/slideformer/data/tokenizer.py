@@ -121,7 +121,9 @@ def load_tokenizer(folder: Path | str) -> Codec:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever a broken folder makes transformers raise
-        raise BadInput(f"no tokenizer can be loaded from {folder}: {_first_line(error)}") from error
+        missing = not (folder / "tokenizer.json").exists()  # others do, too, but then transformers names a dozen
+        why = "it has no tokenizer.json: copy the tokenizer's files there" if missing else _first_line(error)
+        raise BadInput(f"no tokenizer can be loaded from {folder}: {why}") from error
     if not tokenizer.is_fast:
         raise BadInput(f"the tokenizer in {folder} has no tokenizer.json, which is needed to know what to train on")
     return Codec(tokenizer, str(folder), _end_ids(tokenizer, folder))
