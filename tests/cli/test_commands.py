@@ -229,6 +229,10 @@ def test_doctor_measures_the_disk_under_a_folder_that_need_not_be_there(slidefor
     assert list(tmp_path.iterdir()) == []
     done = slideformer("doctor", "--device", "cpu", "--offload-dir", "/proc/self")
     assert done.returncode == 2 and one_sentence(done).startswith("offload_dir /proc/self cannot be written to: ")
+    (tmp_path / "file").touch()
+    done = slideformer("doctor", "--device", "cpu", "--offload-dir", str(tmp_path / "file"))
+    assert done.returncode == 2
+    assert one_sentence(done) == f"offload_dir {tmp_path}/file is a file: choose a folder that is not there yet"
 
 
 @pytest.mark.parametrize("command", [("train",), ("train", "--dry-run"), ("plan",)], ids=" ".join)

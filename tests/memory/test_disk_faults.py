@@ -290,6 +290,11 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         DiskFolder(tmp_path / "a" / "d")
     with pytest.raises(BadInput, match="cannot be made: File name too long: choose another"):
         DiskFolder(tmp_path / ("d" * 300))
+    with pytest.raises(BadInput, match="/proc/d cannot be made: No such file or directory: choose another"):
+        DiskFolder(Path("/proc/d"))  # whose parent is there
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match=r"file/d cannot be made, there is no folder .*/file: mount the disk, make"):
+        DiskFolder(tmp_path / "file" / "d")
 
 
 def test_a_file_system_that_refuses_the_flag_is_used_through_the_cache(tmp_path: Path, monkeypatch, caplog) -> None:

@@ -77,7 +77,10 @@ def _disk(offload_dir: Path | None, device: Device) -> dict[str, object] | None:
         return None
     from slideformer.errors import BadInput
     from slideformer.memory import DiskFolder, disk_rates, free_nbytes
+    from slideformer.memory.disk_claim import is_a_file
 
+    if offload_dir.exists() and not offload_dir.is_dir():
+        raise BadInput(is_a_file(offload_dir))
     there = next(path for path in (offload_dir.absolute(), *offload_dir.absolute().parents) if path.is_dir())
     try:
         inside = Path(tempfile.mkdtemp(prefix="slideformer-doctor-", dir=there))

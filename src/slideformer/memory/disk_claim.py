@@ -133,9 +133,9 @@ def make(path: Path) -> bool:
         if not path.is_dir():
             raise BadInput(is_a_file(path)) from None
         return False
-    except FileNotFoundError:
-        raise BadInput(no_parent(path)) from None
     except OSError as error:
+        if not path.parent.is_dir():
+            raise BadInput(no_parent(path)) from None
         raise BadInput(f"offload_dir {path} cannot be made: {error.strerror}: choose another") from None
 
 
