@@ -383,7 +383,10 @@ def test_configs_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         return str(error.value)
 
     folder, path = tmp_path / "model", tmp_path / "model" / "config.json"
-    assert text() == f"{folder} is not a folder; give the folder of a Hugging Face checkpoint on this machine."
+    assert text() == (
+        f"{folder} is not a folder; give the folder of a Hugging Face checkpoint on this machine (a model of the "
+        "hub is downloaded first: hf download NAME --local-dir FOLDER)."
+    )
     folder.mkdir()
     assert text() == f"{folder} has no config.json; give the folder of a Hugging Face checkpoint."
     for bad in ("{", "[]", "{}", '{"model_type": "no-such-model"}'):

@@ -22,7 +22,9 @@ class DiskSettings(Settings):
     keep_offload_dir: bool = False  # leave it there
     reuse_offload_dir: bool = False  # remove what a killed run left there, for runs that are started again unattended
     use_gds: bool = False  # GPUDirect Storage: saved inputs and weights go between disk and GPU past the host's memory
-    disk_tbw: float | None = Field(None, gt=0)  # terabytes that the disk may be written by its maker's word
+    disk_tbw: float | None = Field(
+        None, gt=0, allow_inf_nan=False
+    )  # terabytes that the disk may be written by its maker's word
     max_disk_writes: Nbytes | None = None  # bytes that this run may write to the disk tier; then it stops
 
     @property

@@ -24,7 +24,10 @@ def read_config(folder: Path | str) -> PretrainedConfig:
     folder = Path(folder)
     path = folder / CONFIG
     if not folder.is_dir():
-        raise BadInput(f"{folder} is not a folder; give the folder of a Hugging Face checkpoint on this machine.")
+        raise BadInput(
+            f"{folder} is not a folder; give the folder of a Hugging Face checkpoint on this machine (a model of the "
+            "hub is downloaded first: hf download NAME --local-dir FOLDER)."
+        )
     if not path.is_file():
         raise BadInput(f"{folder} has no {CONFIG}; give the folder of a Hugging Face checkpoint.")
     try:
