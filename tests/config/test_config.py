@@ -83,6 +83,17 @@ def test_a_size_that_was_read_is_written_so_that_it_can_be_read_again(size) -> N
     assert TrainConfig(**config.model_dump()) == config
 
 
+@pytest.mark.parametrize("endless", ["inf", "1e999", "nan"])
+def test_no_number_is_endless(endless) -> None:
+    """The epochs of a run, or its warm-up, would be turned into steps."""
+    for name in TrainConfig.model_fields:
+        with pytest.raises(ValueError):
+            make(**{name: float(endless)})
+    for name in ("num_train_epochs", "learning_rate", "warmup_steps", "weight_decay", "adam_epsilon", "disk_tbw"):
+        with pytest.raises(ValueError, match=f"^{name}: found '{endless}', should be a finite number"):
+            make(**{name: endless})
+
+
 @pytest.mark.parametrize(("written", "nbytes"), [(0, 0), ("0", 0), ("0GiB", 0), ("1B", 1), ("16GiB", 16 << 30)])
 def test_memory_for_copies_may_be_none(written, nbytes):
     config = make(save_memory=written)

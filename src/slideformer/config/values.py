@@ -35,7 +35,7 @@ NULL_MEANS = {
 class Settings(BaseModel):
     """A part of TrainConfig: fields, and what each of them takes by itself. Rules between fields are in `rules`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
