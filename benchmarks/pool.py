@@ -76,15 +76,22 @@ class HostPool:
         """What the process takes, without what the pool could hand out again."""
         return max(self._resident_nbytes() - (self._touched - self._used), 0)
 
+    def available_nbytes(self) -> int:
+        """What a process could still take, with that."""
+        return self._available_nbytes() + self._touched - self._used
+
     def __enter__(self) -> HostPool:
         self._before, host.mmap = host.mmap, self
         self._resident_nbytes = fit.resident_nbytes
         fit.resident_nbytes = self.resident_nbytes
+        self._available_nbytes = fit.available_nbytes
+        fit.available_nbytes = self.available_nbytes
         return self
 
     def __exit__(self, *exc: object) -> None:
         host.mmap = self._before
         fit.resident_nbytes = self._resident_nbytes
+        fit.available_nbytes = self._available_nbytes
         self.free()
 
 

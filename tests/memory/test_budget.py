@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from engine.toys import random_weights, tiny_batch, tiny_decoder, toy_decoder, toy_options, write_weights
 from slideformer.device.cpu import CpuDevice
-from slideformer.engine import Engine, EngineOptions, budget_of, require_fit
+from slideformer.engine import Engine, EngineOptions, budget_of, fit, require_fit
 from slideformer.errors import DoesNotFit
 from slideformer.memory import Budget, Limit, size
 from slideformer.memory.machine import available_nbytes, host_limit, resident_nbytes
@@ -395,3 +395,11 @@ def test_what_others_use_in_the_container_is_not_available(tmp_path, cgroup, fil
     root = fake_root(tmp_path, total_kib=10 * 1024, cgroup=cgroup, files=files)
     (root / "proc/meminfo").write_text("MemTotal: 10240 kB\nMemAvailable: 8192 kB\n")
     assert available_nbytes(root) == expected * MIB
+
+
+@pytest.mark.parametrize(("asked", "available", "expected"), [(None, 1000, 60), (None, 25, 25), (50, 1000, 50)])
+def test_second_copies_take_no_memory_that_others_use(monkeypatch, asked, available, expected) -> None:
+    monkeypatch.setattr(fit, "host_limit", lambda: Limit(100, "this container"))
+    monkeypatch.setattr(fit, "resident_nbytes", lambda: 40)
+    monkeypatch.setattr(fit, "available_nbytes", lambda: available)
+    assert fit.spare_room(asked) == expected

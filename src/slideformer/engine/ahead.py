@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from slideformer.engine.costs import Costs
-from slideformer.engine.fit import host_room
+from slideformer.engine.fit import spare_room
 from slideformer.engine.options import EngineOptions
 from slideformer.layout import Layout
 from slideformer.memory import Budget, size
@@ -43,7 +43,7 @@ def auto_ahead(
 
     budget: of the run without any.
     """
-    spare_nbytes = host_room(options.max_host_memory).nbytes - budget.host_nbytes
+    spare_nbytes = spare_room(options.max_host_memory) - budget.host_nbytes
     chosen = fastest_ahead(layout, options, spare_nbytes, costs, step_s)
     if chosen:
         numel = sum(layout.units[u].numel for u in chosen)

@@ -15,7 +15,7 @@ from slideformer.engine.costs import Costs
 from slideformer.engine.options import EngineOptions
 from slideformer.errors import DoesNotFit
 from slideformer.layout import Layout
-from slideformer.memory import Budget, Limit, budget, host_limit, resident_nbytes, size
+from slideformer.memory import Budget, Limit, available_nbytes, budget, host_limit, resident_nbytes, size
 from slideformer.memory.disk_gds import SUM_NBYTES
 from slideformer.schedule import Op, Plan, evaluation_ops, step_ops
 from slideformer.schedule.disk import STRAIGHT
@@ -97,6 +97,11 @@ def host_room(max_host_memory: int | None) -> Limit:
     machine = host_limit()
     left = Limit(max(machine.nbytes - resident_nbytes(), 0), f"{machine.name} that this process does not use yet")
     return left if max_host_memory is None else min(Limit(max_host_memory, "max_host_memory"), left)
+
+
+def spare_room(max_host_memory: int | None) -> int:
+    """Bytes that the run and its second copies may take together: `host_room`, without what anybody else uses now."""
+    return min(host_room(max_host_memory).nbytes, available_nbytes())
 
 
 def require_fit(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from slideformer.device import Device
 from slideformer.engine.ahead import auto_ahead
 from slideformer.engine.costs import ASSUMED, Costs, assumed
-from slideformer.engine.fit import Budgets, host_room, require_fit
+from slideformer.engine.fit import Budgets, host_room, require_fit, spare_room
 from slideformer.engine.offload import HostRoom, offloaded
 from slideformer.engine.options import EngineOptions
 from slideformer.engine.placement import Room, place
@@ -82,7 +82,8 @@ def _settle(options: EngineOptions, decoder: Decoder, device: Device, kernels: H
     costs = probe(decoder, device, options, kernels)
     budgets = budgets_of(decoder, costs)
     host_nbytes = host_room(options.max_host_memory).nbytes
-    room = Room(decoder.layout, options, costs, decoder.hidden_size, decoder.dtype, min(limits), budgets, host_nbytes)
+    spare_nbytes = spare_room(options.max_host_memory)
+    room = Room(decoder.layout, options, costs, decoder.hidden_size, decoder.dtype, min(limits), budgets, spare_nbytes)
     chosen = with_disk(place(room), decoder, device.kind, budgets, host_nbytes)
     budget = _fitting(chosen, decoder, device.kind, costs, free_nbytes, budgets)
     if chosen.ahead == "auto":
