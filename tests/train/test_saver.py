@@ -21,15 +21,16 @@ from engine.toys import (
     toy_options,
     write_weights,
 )
+from slideformer.engine import fit
 from slideformer.engine.options import CONTENTS
 from slideformer.errors import RunFailed
 from slideformer.memory import Limit
 from slideformer.model import files
-from slideformer.train import checkpoint, snapshot, trainer
+from slideformer.train import checkpoint, trainer
 from slideformer.train.checkpoint import Progress, Record
 from slideformer.train.console import PlainConsole
 from slideformer.train.saver import Saver
-from slideformer.train.snapshot import Snapshot
+from slideformer.train.snapshot import Snapshot, spare_nbytes
 from slideformer.train.trainer import train
 from train.toy import make_config
 
@@ -181,15 +182,15 @@ def test_a_step_that_fails_does_not_take_the_checkpoint_before_it_along(config_f
 
 @pytest.mark.parametrize(("limit", "available", "spare"), [(100, 1000, 30), (1000, 50, 25), (30, 1000, 0)])
 def test_half_of_what_nobody_uses_is_spare(monkeypatch, limit, available, spare) -> None:
-    monkeypatch.setattr(snapshot, "host_limit", lambda: Limit(limit, "this container"))
-    monkeypatch.setattr(snapshot, "resident_nbytes", lambda: 40)
-    monkeypatch.setattr(snapshot, "available_nbytes", lambda: available)
-    assert snapshot.spare_nbytes() == spare
+    monkeypatch.setattr(fit, "host_limit", lambda: Limit(limit, "this container"))
+    monkeypatch.setattr(fit, "resident_nbytes", lambda: 40)
+    monkeypatch.setattr(fit, "available_nbytes", lambda: available)
+    assert spare_nbytes() == spare
 
 
 @pytest.mark.usefixtures("_no_parity_check")
 def test_where_no_memory_is_spare_updates_wait_for_the_files(config_for, monkeypatch) -> None:
-    monkeypatch.setattr(snapshot, "available_nbytes", lambda: 4096)
+    monkeypatch.setattr(fit, "available_nbytes", lambda: 4096)
     told = run(config_for(max_steps=2, save_steps=1))
     assert "updates wait until their units are in its files: no memory is spare" in told and len(waited(told)) == 2
 

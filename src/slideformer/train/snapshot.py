@@ -7,8 +7,8 @@ from typing import get_args
 
 import torch
 
+from slideformer.engine.fit import spare_room
 from slideformer.layout import Layout
-from slideformer.memory import available_nbytes, host_limit, resident_nbytes
 from slideformer.memory.host import Arena, arena_nbytes
 from slideformer.memory.state import PlaneName, State
 
@@ -19,7 +19,7 @@ SPARE_SHARE = 0.5
 
 def spare_nbytes() -> int:
     """Half of the host memory that neither this process nor any other uses; page cache counts as unused."""
-    return max(int(SPARE_SHARE * min(host_limit().nbytes - resident_nbytes(), available_nbytes())), 0)
+    return int(SPARE_SHARE * spare_room(None))
 
 
 class Snapshot:
