@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,16 @@ from slideformer.layout import Layout
 from slideformer.native import HostKernels, Parts, Planes
 from slideformer.optim import Hyper
 from slideformer.schedule import Op, OpKind
+
+
+class Into(NamedTuple):
+    """Where an update writes the new state, and how much of it. out: None is in place."""
+
+    out: Planes | None = None
+    parts: Parts = Parts.ALL
+
+
+IN_PLACE = Into()
 
 
 class Updates:
@@ -75,14 +86,14 @@ class Updates:
     def update_ahead(self, reach: Reach, run: Run, op: Op) -> None:
         if self._hopeful(reach, run, op):
             verdict = self.next_verdict(run, grad_scale=1.0)
-            self._tile(op, self._planes(reach, op), reach["grad"], verdict, out=reach.twin("spare").other)
+            self._tile(op, self._planes(reach, op), reach["grad"], verdict, Into(reach.twin("spare").other))
             run.ahead.add((op.unit, op.tile))
 
     def rest_ahead(self, reach: Reach, run: Run, op: Op) -> None:
         if self._hopeful(reach, run, op):
             verdict = self.next_verdict(run, grad_scale=1.0)
-            out = reach.twin("spare").other
-            self._rest(op, run, self._planes(reach, op), _optional(reach, "grad"), verdict, out=out)
+            into = Into(reach.twin("spare").other)
+            self._rest(op, run, self._planes(reach, op), _optional(reach, "grad"), verdict, into)
             run.ahead.add((op.unit, op.tile))
 
     def settle(self, reach: Reach, run: Run, op: Op) -> None:
@@ -90,7 +101,7 @@ class Updates:
         if verdict is None:
             return
         if not self._holds(run, op, verdict):
-            self._tile(op, self._planes(reach, op), reach["grad"], verdict, out=twin.other, parts=_new_parts(op))
+            self._tile(op, self._planes(reach, op), reach["grad"], verdict, Into(twin.other, _new_parts(op)))
         twin.swap()
 
     def settle_rows(self, reach: Reach, run: Run, op: Op) -> None:
@@ -98,33 +109,33 @@ class Updates:
         verdict, twin, rows = self._permitted(reach, run), reach.twin("spare"), reach["row_grad"]
         if verdict is None:
             return
-        planes, parts = self._planes(reach, op), Parts.ALL
+        planes, into = self._planes(reach, op), Into(twin.other)
         if not self._holds(run, op, verdict):
-            parts = _new_parts(op)
-            self._rest(op, run, planes, _optional(reach, "grad"), verdict, out=twin.other, parts=parts)
-        self._rows(op, run, planes, rows, verdict, out=twin.other, parts=parts)
+            into = Into(twin.other, _new_parts(op))
+            self._rest(op, run, planes, _optional(reach, "grad"), verdict, into)
+        self._rows(op, run, planes, rows, verdict, into)
         twin.swap()
 
     def complete(self, reach: Reach, run: Run, op: Op) -> None:
         """What `settle` has left out, from the copy that was the current one before it."""
         verdict = self._permitted(reach, run)
         if verdict is not None and not self._holds(run, op, verdict):
-            old, new, parts = self._half_new(reach, op)
-            self._tile(op, old, reach["grad"], verdict, out=new, parts=parts)
+            old, into = self._half_new(reach, op)
+            self._tile(op, old, reach["grad"], verdict, into)
 
     def complete_rows(self, reach: Reach, run: Run, op: Op) -> None:
         verdict = self._permitted(reach, run)
         if verdict is not None and not self._holds(run, op, verdict):
-            old, new, parts = self._half_new(reach, op)
-            self._rest(op, run, old, _optional(reach, "grad"), verdict, out=new, parts=parts)
-            self._rows(op, run, old, reach["row_grad"], verdict, out=new, parts=parts)
+            old, into = self._half_new(reach, op)
+            self._rest(op, run, old, _optional(reach, "grad"), verdict, into)
+            self._rows(op, run, old, reach["row_grad"], verdict, into)
 
-    def _half_new(self, reach: Reach, op: Op) -> tuple[Planes, Planes, Parts]:
-        """Of a settled tile: the old state, where the new one is, and what that still lacks."""
+    def _half_new(self, reach: Reach, op: Op) -> tuple[Planes, Into]:
+        """Of a settled tile: the old state, and where the new one is with what that still lacks."""
         twin, parts = reach.twin("spare"), _new_parts(op)
         numel = self.layout.tiles(op.unit, trained=True)[op.tile].numel
         old, new = (Planes(*(plane[:numel] for plane in copy)) for copy in (twin.other, twin.current))
-        return old, new._replace(**{plane: reach[plane][:numel] for plane in parts.fields()}), parts
+        return old, Into(new._replace(**{plane: reach[plane][:numel] for plane in parts.fields()}), parts)
 
     def _hopeful(self, reach: Reach, run: Run, op: Op) -> bool:
         """Whether the step may still end unclipped: the sum of squares only grows."""
@@ -159,24 +170,16 @@ class Updates:
         numel = self.layout.tiles(op.unit, trained=True)[op.tile].numel
         return Planes(*(reach[plane][:numel] for plane in Planes._fields))
 
-    def _tile(
-        self,
-        op: Op,
-        planes: Planes,
-        grad: torch.Tensor,
-        verdict: Verdict,
-        *,
-        out: Planes | None = None,
-        parts: Parts = Parts.ALL,
-    ) -> None:
+    def _tile(self, op: Op, planes: Planes, grad: torch.Tensor, verdict: Verdict, into: Into = IN_PLACE) -> None:
         unit = self.layout.units[op.unit]
         tile = self.layout.tiles(op.unit, trained=True)[op.tile]
         decaying = min(max(unit.decay_numel - tile.start, 0), tile.numel)
         for hyper, part in ((verdict.decay, slice(0, decaying)), (verdict.plain, slice(decaying, tile.numel))):
             if part.stop > part.start:
                 weight, residual, exp_avg, exp_avg_sq = (plane[part] for plane in planes)
-                to = None if out is None else Planes(*(plane[part] for plane in out))
-                self.kernels.update(weight, residual, grad[part], exp_avg, exp_avg_sq, hyper, out=to, parts=parts)
+                out = None if into.out is None else Planes(*(plane[part] for plane in into.out))
+                state = (weight, residual, grad[part], exp_avg, exp_avg_sq)
+                self.kernels.update(*state, hyper, out=out, parts=into.parts)
 
     def _rest(
         self,
@@ -185,9 +188,7 @@ class Updates:
         planes: Planes,
         grad: torch.Tensor | None,
         verdict: Verdict,
-        *,
-        out: Planes | None = None,
-        parts: Parts = Parts.ALL,
+        into: Into = IN_PLACE,
     ) -> None:
         touched, _, _ = run.feed.rows_by_tile[op.tile]
         rest = torch.ones(planes.weight.numel() // self._width(op), dtype=torch.bool)
@@ -195,24 +196,16 @@ class Updates:
         rows = rest.nonzero().squeeze(1)
         if grad is not None:
             grad = grad[: planes.weight.numel()].view(-1, self._width(op))
-        self._some_rows(op, planes, rows, grad, None if grad is None else rows, verdict, out, parts)
+        self._some_rows(op, planes, rows, grad, None if grad is None else rows, verdict, into)
 
     def _rows(
-        self,
-        op: Op,
-        run: Run,
-        planes: Planes,
-        grad: torch.Tensor,
-        verdict: Verdict,
-        *,
-        out: Planes | None = None,
-        parts: Parts = Parts.ALL,
+        self, op: Op, run: Run, planes: Planes, grad: torch.Tensor, verdict: Verdict, into: Into = IN_PLACE
     ) -> None:
         rows, begin, end = run.feed.rows_by_tile[op.tile]
         if end > begin:
             width = self._width(op)
             part = grad[begin * width : end * width].view(-1, width)
-            self._some_rows(op, planes, rows, part, None, verdict, out, parts)
+            self._some_rows(op, planes, rows, part, None, verdict, into)
 
     def _some_rows(
         self,
@@ -222,14 +215,13 @@ class Updates:
         grad: torch.Tensor | None,
         grad_rows: torch.Tensor | None,
         verdict: Verdict,
-        out: Planes | None,
-        parts: Parts,
+        into: Into,
     ) -> None:
         width = self._width(op)
         hyper = verdict.decay if self.layout.units[op.unit].decay_numel else verdict.plain
         matrices = (plane.view(-1, width) for plane in planes)
-        to = None if out is None else Planes(*(plane.view(-1, width) for plane in out))
-        self.kernels.update_rows(*matrices, rows, grad, grad_rows, hyper, out=to, parts=parts)
+        out = None if into.out is None else Planes(*(plane.view(-1, width) for plane in into.out))
+        self.kernels.update_rows(*matrices, rows, grad, grad_rows, hyper, out=out, parts=into.parts)
 
     def _width(self, op: Op) -> int:
         return self.layout.units[op.unit].row_numel
