@@ -16,6 +16,18 @@ from report import sift
 from slideformer.device import LaneFailure
 
 
+def refused(monkeypatch, when) -> None:
+    """A device that has no room for some settings."""
+    measure = cases.measure
+
+    def measured(one):
+        if when(one):
+            raise torch.OutOfMemoryError("out of memory")
+        return measure(one)
+
+    monkeypatch.setattr(cases, "measure", measured)
+
+
 @pytest.mark.parametrize("most", [1, 2, 3, 37, 63, 64, 100])
 def test_the_largest_that_fits_is_found(most):
     tried = []
@@ -68,14 +80,7 @@ def test_ours_is_planned_at_every_try_and_trains_at_the_largest(monkeypatch, tmp
 
 
 def test_where_the_plan_was_wrong_the_search_goes_on_below_it(monkeypatch, tmp_path):
-    measure = cases.measure
-
-    def refuse(one):
-        if one.num_layers > 3:
-            raise torch.OutOfMemoryError("out of memory")
-        return measure(one)
-
-    monkeypatch.setattr(cases, "measure", refuse)
+    refused(monkeypatch, lambda one: one.num_layers > 3)
     words = ("--over", "num-layers", "--batch", "2", "--high", "5", "--worker", "ours-streamed:eager")
     (step_line, line), trained = tried(monkeypatch, tmp_path / "r.jsonl", *words)
     assert [layers for _, layers in trained] == [5, 4, 3] and (line["largest"], line["refused"]) == (3, 4)
@@ -83,14 +88,7 @@ def test_where_the_plan_was_wrong_the_search_goes_on_below_it(monkeypatch, tmp_p
 
 
 def test_the_stock_model_trains_at_every_try(monkeypatch, tmp_path, capsys):
-    measure = cases.measure
-
-    def refuse(one):
-        if one.batch > 5:
-            raise torch.OutOfMemoryError("out of memory")
-        return measure(one)
-
-    monkeypatch.setattr(cases, "measure", refuse)
+    refused(monkeypatch, lambda one: one.batch > 5)
     out = tmp_path / "r.jsonl"
     (line,), trained = tried(monkeypatch, out, "--worker", "stock-resident")
     assert [batch for batch, _ in trained] == [1, 2, 4, 8, 6, 5] and (line["largest"], line["refused"]) == (5, 6)
