@@ -112,7 +112,7 @@ def measured_once() -> Iterator[None]:
         limit = options.max_gpu_memory or device.free_nbytes() or 0
         known = found.setdefault(key, [])
         for least, costs in known:
-            if abs(limit - least) <= ALIKE * least or (limit > least and costs.whole_head):
+            if abs(limit - least) <= ALIKE * least or (limit > least and costs.head is not None):
                 return costs
         known.append((limit, probe(decoder, device, options, kernels)))
         return known[-1][1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_a_head_that_could_not_be_tried_as_a_whole_passes_in_slices():
     options = toy_options(**AUTO)
     here = room(2 * least(options), options)
     assert place(here).sliced_head is False
-    assert place(replace(here, costs=replace(here.costs, whole_head=False))).sliced_head is True
+    assert place(replace(here, costs=replace(here.costs, head=None))).sliced_head is True
 
 
 def sizes_of(decoder) -> dict:
@@ -178,7 +179,21 @@ def test_bytes_beside_the_plan_are_counted():
     assert isinstance(costs, Costs)
     without = budget_of(decoder.layout, options, **sizes).device_nbytes
     counted = budget_of(decoder.layout, options, **sizes, costs=costs).device_nbytes
-    assert counted == without + costs.workspace_nbytes + 3 * costs.blocks[1].kept_nbytes
+    block = costs.blocks[1]
+    assert block.kept_workspace_nbytes < block.workspace_nbytes and costs.head is not None
+    working = max(costs.head.workspace_nbytes, block.workspace_nbytes)
+    assert counted == without + working + 3 * block.kept_nbytes
+
+
+def test_working_memory_is_that_of_the_blocks_as_they_run_and_of_the_head_as_it_passes():
+    layout, shape = toy_decoder().layout, toy_options().batch_shape(toy_decoder().hidden_size, torch.float32)
+    costs = assumed(layout, shape, ASSUMED["cuda"])
+    block, whole, sliced = costs.blocks[0], replace(costs.head, workspace_nbytes=1 << 40), costs.sliced_head
+    large_head = replace(costs, head=whole)
+    of = partial(large_head.workspace_nbytes, layout)
+    assert of(sliced_head=False, keep=layout.blocks) == 1 << 40
+    assert of(sliced_head=True, keep=layout.blocks) == max(block.kept_workspace_nbytes, sliced.workspace_nbytes)
+    assert of(sliced_head=True, keep=layout.blocks[1:]) == max(block.workspace_nbytes, sliced.workspace_nbytes)
 
 
 def test_on_the_cpu_nothing_is_moved_and_all_saved_inputs_stay():

@@ -32,7 +32,8 @@ def test_every_block_and_the_head_take_some_time(family, tied, frozen, monkeypat
     assert costs.measured and len(costs.blocks) == len(decoder.layout.blocks)
     for block in costs.blocks:
         assert 0 < block.forward_s < 1 and 0 < block.backward_s < 1 and 0 < block.kept_forward_s < 1
-    assert 0 < costs.loss_s < 1 and 0 < costs.head_s < 1
+    for head in (costs.head, costs.sliced_head):
+        assert 0 < head.loss_s < 1 and 0 < head.grads_s < 1
     assert all(rate > 0 for rate in (costs.rates.flops, costs.rates.link_nbytes, costs.rates.update_numel))
 
 
@@ -62,8 +63,8 @@ def test_where_the_whole_head_has_no_room_a_tile_of_it_is_measured(monkeypatch):
     decoder = toy_decoder(dtype=torch.bfloat16, tile=640)
     with CpuDevice() as device:
         trial = _Trial(decoder, device, toy_options())
-        head_s, loss_s, _ = trial.sliced_head()
-    assert 0 < loss_s < 5 and 0 < head_s < 5
+        head = trial.sliced_head()
+    assert 0 < head.loss_s < 5 and 0 < head.grads_s < 5
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_streamed_equals_resident(name: str, case: str) -> None:
         results = [engine.step(batch, lr=1e-4) for _ in range(5)]
         found = [(r.loss, r.grad_norm) for r in results]
         engine.synchronize()
-        reference = Sequential(make(), options, "cuda")
+        reference = Sequential(make(), engine.options, "cuda")  # with the head as it was decided, whole or in slices
         fill(reference, reference.decoder)
         expected = [reference.step(batch, 1e-4) for _ in range(5)]
         assert found == expected

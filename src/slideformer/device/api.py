@@ -142,6 +142,10 @@ class Device(Protocol):
         """Run work again and again in the calling thread, beside nothing else, and wait for the device; the mean."""
         ...
 
+    def library_nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes that a matrix library takes on a stream at its first product and keeps. Nothing may be at work."""
+        ...
+
     def limit_memory(self, nbytes: int) -> None:
         """Let this process take no more device memory until the device is closed; nothing where it is the host's."""
         ...

@@ -104,6 +104,9 @@ class CpuDevice:
             runs += 1
         return Measured((time.perf_counter() - start) / runs, 0, 0)
 
+    def library_nbytes(self, dtype: torch.dtype) -> int:
+        return 0
+
     def limit_memory(self, nbytes: int) -> None:
         pass
 

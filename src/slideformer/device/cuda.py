@@ -21,6 +21,8 @@ from slideformer.errors import DoesNotFit
 
 log = logging.getLogger(__name__)
 
+PRODUCT = 1024  # width of the matrix product with which a library is tried
+
 
 def cuda_available() -> bool:
     return torch.cuda.is_available()
@@ -228,6 +230,12 @@ class CudaDevice:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(where)
         return Measured(start.elapsed_time(end) / 1e3 / runs, peak, held)
+
+    def library_nbytes(self, dtype: torch.dtype) -> int:
+        square = torch.zeros(PRODUCT, PRODUCT, dtype=dtype, device=self.torch_device)
+        torch.cuda.synchronize(self.torch_device)
+        torch._C._cuda_clearCublasWorkspaces()  # those of earlier products, or nothing would be taken
+        return max(self.measure(lambda: square @ square).held_nbytes - square.nbytes, 0)
 
     def limit_memory(self, nbytes: int) -> None:
         total = torch.cuda.get_device_properties(self.torch_device).total_memory

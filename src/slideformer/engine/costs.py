@@ -6,7 +6,7 @@ a model may have several kinds of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from slideformer.kernels.linear_cross_entropy import CHUNK_TOKENS
@@ -64,8 +64,8 @@ ASSUMED = {
 class BlockCost:
     """Of one block and one micro-batch. backward: with the second run of the block; the kept ones: without.
 
-    workspace_nbytes: device memory that a backward takes beside the plan's buffers. kept_nbytes: what a kept graph
-    holds from forward to backward.
+    workspace_nbytes: device memory that a backward takes beside the plan's buffers; the kept one: and beside what its
+    kept graph holds from forward to backward, which is kept_nbytes.
     """
 
     forward_s: float
@@ -73,52 +73,65 @@ class BlockCost:
     kept_forward_s: float
     kept_backward_s: float
     workspace_nbytes: int
+    kept_workspace_nbytes: int
     kept_nbytes: int
+
+    def times(self, seconds: float, nbytes: float) -> BlockCost:
+        """So many times as long, and so many times as large."""
+        return BlockCost(
+            seconds * self.forward_s,
+            seconds * self.backward_s,
+            seconds * self.kept_forward_s,
+            seconds * self.kept_backward_s,
+            int(nbytes * self.workspace_nbytes),
+            int(nbytes * self.kept_workspace_nbytes),
+            int(nbytes * self.kept_nbytes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCost:
+    """Of final norm, output projection and loss, one micro-batch. grads_s: with all gradients; loss_s: without.
+    workspace_nbytes: device memory that they take beside the plan's buffers."""
+
+    grads_s: float
+    loss_s: float
+    workspace_nbytes: int
+
+    def times(self, seconds: float, nbytes: float) -> HeadCost:
+        return HeadCost(seconds * self.grads_s, seconds * self.loss_s, int(nbytes * self.workspace_nbytes))
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """blocks: in the layout's order. head_s: with gradients; loss_s: without. measured: on the device itself.
-    whole_head: the output projection and its gradient have room there as a whole. library_nbytes: what matrix libraries
-    keep on the device from their first use on. call_nbytes: what a micro-batch's blocks are called with besides hidden
-    states (masks, rotary tables)."""
+    """blocks: in the layout's order. head: with the output projection whole; None: it and its gradient have no room on
+    the device. sliced_head: all slices together, their gradients (with the logits made again) and their sight apart.
+    measured: on the device itself. library_nbytes: what matrix libraries keep on the device from their first use on.
+    call_nbytes: what a micro-batch's blocks are called with besides hidden states (masks, rotary tables)."""
 
     rates: Rates
     blocks: tuple[BlockCost, ...]
-    head_s: float
-    loss_s: float
-    head_workspace_nbytes: int
+    head: HeadCost | None
+    sliced_head: HeadCost
     measured: bool
-    whole_head: bool = True
     library_nbytes: int = 0
     call_nbytes: int = 0
 
     def of_share(self, share: float) -> Costs:
         """With memory for so many times the tokens of a micro-batch."""
-        blocks = [
-            replace(b, workspace_nbytes=int(share * b.workspace_nbytes), kept_nbytes=int(share * b.kept_nbytes))
-            for b in self.blocks
-        ]
-        return replace(
-            self,
-            blocks=tuple(blocks),
-            head_workspace_nbytes=int(share * self.head_workspace_nbytes),
-            call_nbytes=int(share * self.call_nbytes),
-        )
+        return replace(self._times(1.0, share), call_nbytes=int(share * self.call_nbytes))
 
     def times(self, num: int) -> Costs:
         """Of micro-batches that are so many times larger. Memory stays that of one."""
-        blocks = [
-            replace(
-                b,
-                forward_s=num * b.forward_s,
-                backward_s=num * b.backward_s,
-                kept_forward_s=num * b.kept_forward_s,
-                kept_backward_s=num * b.kept_backward_s,
-            )
-            for b in self.blocks
-        ]
-        return replace(self, blocks=tuple(blocks), head_s=num * self.head_s, loss_s=num * self.loss_s)
+        return self._times(num, 1.0)
+
+    def _times(self, seconds: float, nbytes: float) -> Costs:
+        return replace(
+            self,
+            blocks=tuple(block.times(seconds, nbytes) for block in self.blocks),
+            head=None if self.head is None else self.head.times(seconds, nbytes),
+            sliced_head=self.sliced_head.times(seconds, nbytes),
+        )
 
     @property
     def streamed_update_numel(self) -> float:
@@ -126,10 +139,15 @@ class Costs:
         alone = self.rates.update_numel
         return alone * UPDATE_NBYTES / (UPDATE_NBYTES + COPIED_NBYTES) if self.measured else alone
 
-    @property
-    def workspace_nbytes(self) -> int:
-        """Most that torch's allocator takes on the device for the time of one op."""
-        return max(self.head_workspace_nbytes, *(b.workspace_nbytes for b in self.blocks))
+    def head_of(self, *, sliced: bool) -> HeadCost:
+        """A whole one that has no room counts as one in slices."""
+        return self.sliced_head if sliced or self.head is None else self.head
+
+    def workspace_nbytes(self, layout: Layout, *, sliced_head: bool, keep: Collection[int]) -> int:
+        """Most that torch's allocator takes on the device for the time of one op. keep: units whose graphs are kept."""
+        blocks = zip(layout.blocks, self.blocks, strict=True)
+        of_blocks = (b.kept_workspace_nbytes if unit in keep else b.workspace_nbytes for unit, b in blocks)
+        return max(self.head_of(sliced=sliced_head).workspace_nbytes, *of_blocks)
 
 
 def assumed(layout: Layout, shape: BatchShape, rates: Rates) -> Costs:
@@ -143,11 +161,13 @@ def assumed(layout: Layout, shape: BatchShape, rates: Rates) -> Costs:
         forward_s = 2 * layout.units[unit].numel * tokens / rates.flops
         widths = sum(max(p.shape) for p in layout.units[unit].params if len(p.shape) > 1) + 16 * shape.hidden
         kept = itemsize * tokens * widths
-        blocks.append(BlockCost(forward_s, 3 * forward_s, forward_s, 2 * forward_s, 3 * kept, kept))
+        blocks.append(BlockCost(forward_s, 3 * forward_s, forward_s, 2 * forward_s, 3 * kept, 2 * kept, kept))
     vocabulary = layout.units[layout.output].params[0].shape[0]
     loss_s = 2 * vocabulary * shape.hidden * tokens / rates.flops
-    logits = 2 * itemsize * min(CHUNK_TOKENS, tokens) * vocabulary
-    return Costs(rates, tuple(blocks), 3 * loss_s, loss_s, logits, measured=False)
+    per_logit = 2 * itemsize * min(CHUNK_TOKENS, tokens)
+    slice_rows = layout.tiles(layout.output)[0].numel // shape.hidden
+    whole, sliced = (HeadCost(3 * loss_s, loss_s, per_logit * rows) for rows in (vocabulary, slice_rows))
+    return Costs(rates, tuple(blocks), whole, sliced, measured=False)
 
 
 def cost_of(layout: Layout, shape: BatchShape, costs: Costs, *, clipped: bool = False) -> Callable[[Op], float]:
@@ -220,13 +240,13 @@ class _Clock:
             case OpKind.BACKWARD_KEPT:
                 return self.of_block[op.unit].kept_backward_s
             case OpKind.HEAD:
-                return self.costs.head_s
+                return self.costs.head_of(sliced=False).grads_s
             case OpKind.HEAD_LOSS:
-                return self.costs.loss_s
+                return self.costs.head_of(sliced=False).loss_s
             case OpKind.HEAD_SEE:
-                return self.micro_batches * self.costs.loss_s / len(self.layout.tiles(op.unit))
+                return self.micro_batches * self.costs.sliced_head.loss_s / len(self.layout.tiles(op.unit))
             case OpKind.HEAD_GRADS:  # logits again, then both gradients
-                return self.micro_batches * self.costs.head_s / len(self.layout.tiles(op.unit))
+                return self.micro_batches * self.costs.sliced_head.grads_s / len(self.layout.tiles(op.unit))
         return None
 
     def device_s(self, op: Op) -> float | None:

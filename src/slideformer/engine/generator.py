@@ -18,7 +18,6 @@ from slideformer.engine.fit import host_room
 from slideformer.engine.generation import Generated, Generation, Told, listed_passes, pass_options, shape_of
 from slideformer.engine.pass_costs import predicted_pass_s
 from slideformer.engine.placement import MARGIN
-from slideformer.engine.probe import held_by_library_nbytes
 from slideformer.engine.rates import DUPLEX, link_rate
 from slideformer.errors import BadInput
 from slideformer.layout import Layout, UnitKind
@@ -133,7 +132,7 @@ class _Fit:
         limits += [] if free is None else [Limit(free, "memory that is free on the GPU")]
         self.device_limit = min(limits, default=None)
         self.host_limit = host_room(options.max_host_memory)
-        self._library_nbytes = 2 * held_by_library_nbytes(decoder, device) if device.kind == "cuda" else 0
+        self._library_nbytes = 2 * device.library_nbytes(decoder.dtype)
 
     def choose(self, prompt_lengths: Sequence[int], max_new_tokens: int) -> tuple[PassShape, PassOptions]:
         """Fewer prompts at once, until they fit; then as much of the model on the device as has room."""

@@ -115,7 +115,7 @@ def place(room: Room) -> EngineOptions:
     if options.sliced_head != "auto":
         return _placed(room, base)
     whole, sliced = (replace(base, sliced_head=value) for value in (False, True))
-    if not room.costs.whole_head or room.used(whole) > room.limit:
+    if room.costs.head is None or room.used(whole) > room.limit:
         return _placed(room, whole if room.layout.output in base.resident else sliced)
     found = _placed(room, whole)
     if room.layout.output in found.resident or _Trials(room).few:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from slideformer.device import Device
-from slideformer.engine.costs import BlockCost, Costs, Rates
+from slideformer.engine.costs import BlockCost, Costs, HeadCost, Rates
 from slideformer.engine.options import EngineOptions
 from slideformer.engine.rates import device_rate, gather_rate, link_rate, update_rate
 from slideformer.errors import DoesNotFit
@@ -23,7 +23,6 @@ from slideformer.native import HostKernels
 SCALE = 0.02  # of random weights: activations stay finite through one block
 NUM_ROWS = 1024  # of the table that the random tokens come from
 UPDATE_NUMEL = 1 << 26  # 0.94 GB of state and gradient: the rate of memory, not of caches
-PRODUCT = 1024  # width of the first matrix product
 
 
 def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: HostKernels) -> Costs:
@@ -39,11 +38,10 @@ def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: Hos
             host_nbytes=gather_rate(kernels),
             device_nbytes=device_rate(device),
         )
-        library_nbytes = held_by_library_nbytes(decoder, device)
+        library_nbytes = device.library_nbytes(decoder.dtype)
         trial = _Trial(decoder, device, options)
         blocks = _blocks(decoder, trial)
-        whole = trial.try_whole_head()
-        head = trial.sliced_head() if whole is None else whole
+        head, sliced_head = trial.try_whole_head(), trial.sliced_head()
     except torch.OutOfMemoryError:
         raise DoesNotFit(
             f"one block does not run on the device with {options.micro_batch_size} x {options.max_length} tokens: "
@@ -55,18 +53,12 @@ def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: Hos
     return Costs(
         rates,
         blocks,
-        *head,
+        head,
+        sliced_head,
         measured=True,
-        whole_head=whole is not None,
-        library_nbytes=2 * library_nbytes,
+        library_nbytes=2 * library_nbytes,  # here, and on the stream of the model
         call_nbytes=trial.call.nbytes,
     )
-
-
-def held_by_library_nbytes(decoder: Decoder, device: Device) -> int:
-    """What a matrix library takes at its first product on a stream and keeps: here, and on the stream of the model."""
-    square = torch.zeros(PRODUCT, PRODUCT, dtype=decoder.dtype, device=device.torch_device)
-    return max(device.measure(lambda: square @ square).held_nbytes - square.nbytes, 0)
 
 
 def _blocks(decoder: Decoder, trial: _Trial) -> tuple[BlockCost, ...]:
@@ -139,30 +131,37 @@ class _Trial:
             backward_s=again.seconds,
             kept_forward_s=kept.seconds,
             kept_backward_s=max(both.seconds - kept.seconds, 0.0),
-            workspace_nbytes=max(again.peak_nbytes, both.peak_nbytes),
+            workspace_nbytes=again.peak_nbytes,
+            kept_workspace_nbytes=both.peak_nbytes - kept.held_nbytes,
             kept_nbytes=kept.held_nbytes,
         )
 
-    def try_whole_head(self) -> tuple[float, float, int] | None:
+    def try_whole_head(self) -> HeadCost | None:
         """`head`, or None where it has no room. What the failed try held is free again when this returns."""
         try:
             return self.head()
         except torch.OutOfMemoryError:
             return None
 
-    def head(self) -> tuple[float, float, int]:
-        """(seconds with gradients, seconds of the loss alone, working memory), every position with a target."""
+    def head(self) -> HeadCost:
+        """Final norm, projection and loss as an engine runs them, every position with a target."""
         decoder, softmax = self.decoder, Softmax(self.decoder.projection.scale, self.decoder.projection.softcap)
         weight = self.random(decoder.vocab_size * decoder.hidden_size).view(decoder.vocab_size, -1)
-        hidden = self.hidden.flatten(0, 1)
-        labels = torch.randint(decoder.vocab_size, hidden.shape[:1], device=hidden.device)
+        top = self.hidden.flatten(0, 1)
+        targets = torch.arange(top.shape[0], device=top.device)
+        labels = torch.randint(decoder.vocab_size, targets.shape, device=top.device)
         trains = decoder.layout.units[decoder.layout.output].train_numel > 0
         total = torch.empty(weight.shape, dtype=torch.float32, device=weight.device) if trains else None
+        final = decoder.layout.find(UnitKind.FINAL)
+        params = {} if final is None else decoder.views(final, self.random(decoder.layout.units[final].numel))
+        full = torch.empty_like(top)
 
         def head() -> None:
+            hidden = top.index_select(0, targets).requires_grad_()
+            normed = decoder.final(params, hidden)
             with torch.no_grad():
-                loss_and_grads(
-                    hidden,
+                _, grad = loss_and_grads(
+                    normed.detach(),
                     weight,
                     None,
                     labels,
@@ -172,16 +171,17 @@ class _Trial:
                     bias_sum=None,
                     overwrite=True,
                 )
+            full.zero_().index_copy_(0, targets, torch.autograd.grad(normed, hidden, grad)[0])
 
         def loss() -> None:
             with torch.no_grad():
-                loss_only(hidden, weight, None, labels, softmax)
+                loss_only(decoder.final(params, top.index_select(0, targets)), weight, None, labels, softmax)
 
         whole = self.device.measure(head)
-        return whole.seconds, self.device.measure(loss).seconds, whole.peak_nbytes
+        return HeadCost(whole.seconds, self.device.measure(loss).seconds, whole.peak_nbytes)
 
-    def sliced_head(self) -> tuple[float, float, int]:
-        """The same from one tile of the projection, times their number."""
+    def sliced_head(self) -> HeadCost:
+        """From one tile of the projection, times their number."""
         decoder, layout = self.decoder, self.decoder.layout
         tiles, width = layout.tiles(layout.output), decoder.hidden_size
         weight = self.random(tiles[0].numel).view(-1, width)
@@ -196,4 +196,5 @@ class _Trial:
             grads = self.device.measure(
                 lambda: seen.grads(0, weight, None, weight_sum=total, bias_sum=None, overwrite=True)
             )
-        return len(tiles) * grads.seconds, len(tiles) * see.seconds, max(see.peak_nbytes, grads.peak_nbytes)
+        nbytes = max(see.peak_nbytes, grads.peak_nbytes)
+        return HeadCost(len(tiles) * grads.seconds, len(tiles) * see.seconds, nbytes)
