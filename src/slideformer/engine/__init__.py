@@ -2,7 +2,7 @@
 
 from slideformer.engine.engine import Engine
 from slideformer.engine.fit import budget_of, require_fit
-from slideformer.engine.options import EngineOptions, Offload
+from slideformer.engine.options import Decided, EngineOptions, Offload
 from slideformer.engine.run import NonFinite, StepResult
 
-__all__ = ["Engine", "EngineOptions", "NonFinite", "Offload", "StepResult", "budget_of", "require_fit"]
+__all__ = ["Decided", "Engine", "EngineOptions", "NonFinite", "Offload", "StepResult", "budget_of", "require_fit"]

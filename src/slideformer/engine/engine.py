@@ -23,7 +23,7 @@ from slideformer.engine.feed import Feed, build_feed, in_parts
 from slideformer.engine.fit import listed
 from slideformer.engine.generation import Generated, Generation, Told, shape_of
 from slideformer.engine.host_actions import HostActions
-from slideformer.engine.options import EngineOptions
+from slideformer.engine.options import Decided, EngineOptions
 from slideformer.engine.resident import ResidentUpdates
 from slideformer.engine.run import Run, StepResult
 from slideformer.engine.settle import settle, with_depth
@@ -43,8 +43,9 @@ class Engine:
     plan: of a full training step. options: as given, with what was "auto" decided; step_options: what the plans were
     built with. budget: bytes by term and tier, on CUDA with an estimate of working memory. costs, predicted_step_s:
     what was measured at the start and the step time that it promises; None on the CPU. predicted_clipped_s: of a
-    clipped step, where that may come. folder: of what is on disk;
-    disk_reads_per_step, disk_writes_per_step: bytes, of a full step.
+    clipped step, where that may come. folder: of what is on disk; disk_reads_per_step, disk_writes_per_step: bytes, of
+    a full step. decided: what the last bits depend on; as_earlier: it is what options.earlier says, as far as that was
+    left open.
     """
 
     def __init__(
@@ -79,8 +80,9 @@ class Engine:
                 settled = replace(settled, costs=_with_disk_rate(settled.costs, self.folder))
             settled = with_depth(settled, decoder, device.kind)
             self.options = options = settled.options
-            self.budget, self.costs = settled.budget, settled.costs
+            self.budget, self.costs, self.as_earlier = settled.budget, settled.costs, settled.as_earlier
             self.step_options = options.step_options(self.layout, decoder.dtype)
+            self.decided = Decided(self.step_options.sliced_head, options.micro_batch_size)
             self._plans: dict[tuple[bool, int], Plan] = {}
             self.plan = self._plan(trains=True, micro_batches=options.micro_batches)
             per_step = disk_traffic(self.plan, self.layout, self._shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -35,6 +35,15 @@ class Offload:
 
 
 @dataclass(frozen=True, slots=True)
+class Decided:
+    """What an engine decides by its room and its measurements and the last bits of its sums depend on; all else that it
+    decides they do not. None: not known. micro_batch_size: rows that pass through the model together, at most."""
+
+    sliced_head: bool | None = None
+    micro_batch_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Sizes of the largest batch (micro_batches of [micro_batch_size, max_length] tokens), the sliding window, and the
     optimizer.
@@ -44,6 +53,7 @@ class EngineOptions:
     otherwise. max_gpu_memory, max_host_memory: bytes that the engine may allocate there; None is what the machine has.
     ignore_memory_limits: warn and go on where a limit will be exceeded. find_micro_batch: where micro-batches of this
     size have no room, each is taken as several smaller ones.
+    earlier: what an engine of the same run had decided: what is left open here is decided so again, if that has room.
     What lies where; "auto" is what has room and is fastest on CUDA, and on the CPU nothing out of the ordinary. Units
     are indices into the layout. saved_on_device: hidden states that stay on the device (None: all that there are).
     ahead: units that the deferred update writes ahead of the verdict, into a second copy of their state. late: blocks
@@ -78,6 +88,7 @@ class EngineOptions:
     max_host_memory: int | None = None
     ignore_memory_limits: bool = False
     find_micro_batch: bool = False
+    earlier: Decided | None = None
     ahead: tuple[int, ...] | Literal["auto"] = "auto"
     late: tuple[int, ...] | Literal["auto"] = "auto"
     sliced_head: bool | Literal["auto"] = "auto"
@@ -128,6 +139,17 @@ class EngineOptions:
     @property
     def uses_disk(self) -> bool:
         return bool(self.disk) or self.saved_on_disk > 0
+
+    def as_earlier(self) -> EngineOptions | None:
+        """With what is open decided as it was `earlier`; None where that says nothing of it."""
+        earlier, found = self.earlier or Decided(), self
+        if self.sliced_head == "auto" and earlier.sliced_head is not None:
+            found = replace(found, sliced_head=earlier.sliced_head)
+        rows = earlier.micro_batch_size
+        if self.find_micro_batch and rows is not None and rows < self.micro_batch_size:
+            parts = -(-self.micro_batch_size // rows)
+            found = replace(found, micro_batch_size=rows, micro_batches=parts * self.micro_batches)
+        return None if found is self else found
 
     def batch_shape(self, hidden: int, dtype: torch.dtype) -> BatchShape:
         return BatchShape(self.micro_batches, self.micro_batch_size, self.max_length, hidden, dtype)

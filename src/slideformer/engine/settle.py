@@ -4,6 +4,7 @@ without, since nothing is gained there by keeping anything elsewhere."""
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from slideformer.device import Device
@@ -27,18 +28,30 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Settled:
     """options: nothing in them is "auto", but for the rings between disk and host (`with_depth`). budget: bytes by term
-    and tier. costs: what was measured; None on the CPU. host_nbytes: what there was for all of it."""
+    and tier. costs: what was measured; None on the CPU. host_nbytes: what there was for all of it. as_earlier: what was
+    decided before has room here too, or there was none."""
 
     options: EngineOptions
     budget: Budget
     costs: Costs | None
     budgets: Budgets
     host_nbytes: int
+    as_earlier: bool = True
 
 
 @collector_put_off()
 def settle(options: EngineOptions, decoder: Decoder, device: Device, kernels: HostKernels) -> Settled:
     """Raises BadInput, and DoesNotFit where there is no room for it, as it was given."""
+    as_earlier = options.as_earlier()
+    if as_earlier is None:
+        return _settle_anew(options, decoder, device, kernels)
+    with suppress(DoesNotFit):
+        return _settle(as_earlier, decoder, device, kernels)
+    return replace(_settle_anew(options, decoder, device, kernels), as_earlier=False)
+
+
+def _settle_anew(options: EngineOptions, decoder: Decoder, device: Device, kernels: HostKernels) -> Settled:
+    """Micro-batches as large as have room, if they may be smaller."""
     trial, failed = options, None
     while trial is not None:
         try:
