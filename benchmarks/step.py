@@ -127,7 +127,13 @@ def call(command: list[str], timeout_s: float | None) -> int:
     """Run a case in a process group of its own, which ends with it."""
     process = subprocess.Popen(command, start_new_session=True)
     try:
-        return process.wait(timeout_s)
+        ended = process.wait(timeout_s)
+        if ended < 0:  # by somebody else; at a container's limit nobody says why
+            why = f"a signal ({signal.Signals(-ended).name})" + ", perhaps for want of memory" * (
+                ended == -signal.SIGKILL
+            )
+            print(f"ended: by {why}", file=sys.stderr, flush=True)
+        return ended
     except subprocess.TimeoutExpired:
         print(f"ended: it ran for more than {timeout_s:g} s", file=sys.stderr, flush=True)
         return 1

@@ -104,8 +104,11 @@ class CpuDevice:
             runs += 1
         return Measured((time.perf_counter() - start) / runs, 0, 0)
 
-    def library_nbytes(self, dtype: torch.dtype) -> int:
+    def library_nbytes(self, dtype: torch.dtype, *, backward: bool) -> int:
         return 0
+
+    def release_libraries(self) -> None:
+        pass
 
     def limit_memory(self, nbytes: int) -> None:
         pass

@@ -231,11 +231,20 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(where)
         return Measured(start.elapsed_time(end) / 1e3 / runs, peak, held)
 
-    def library_nbytes(self, dtype: torch.dtype) -> int:
-        square = torch.zeros(PRODUCT, PRODUCT, dtype=dtype, device=self.torch_device)
+    def library_nbytes(self, dtype: torch.dtype, *, backward: bool) -> int:
+        self.release_libraries()  # or nothing more would be taken
+        square = torch.zeros(PRODUCT, PRODUCT, dtype=dtype, device=self.torch_device, requires_grad=backward)
+
+        def product() -> None:
+            out = square @ square
+            if backward:
+                torch.autograd.grad(out, square, out.detach())
+
+        return self.measure(product).held_nbytes
+
+    def release_libraries(self) -> None:
         torch.cuda.synchronize(self.torch_device)
-        torch._C._cuda_clearCublasWorkspaces()  # those of earlier products, or nothing would be taken
-        return max(self.measure(lambda: square @ square).held_nbytes - square.nbytes, 0)
+        torch._C._cuda_clearCublasWorkspaces()
 
     def limit_memory(self, nbytes: int) -> None:
         total = torch.cuda.get_device_properties(self.torch_device).total_memory

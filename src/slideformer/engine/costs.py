@@ -106,7 +106,7 @@ class HeadCost:
 class Costs:
     """blocks: in the layout's order. head: with the output projection whole; None: it and its gradient have no room on
     the device. sliced_head: all slices together, their gradients (with the logits made again) and their sight apart.
-    measured: on the device itself. library_nbytes: what matrix libraries keep on the device from their first use on.
+    measured: on the device itself. library_nbytes: what matrix libraries keep there from a step's first products on.
     call_nbytes: what a micro-batch's blocks are called with besides hidden states (masks, rotary tables)."""
 
     rates: Rates

@@ -38,7 +38,7 @@ def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: Hos
             host_nbytes=gather_rate(kernels),
             device_nbytes=device_rate(device),
         )
-        library_nbytes = device.library_nbytes(decoder.dtype)
+        library_nbytes = device.library_nbytes(decoder.dtype, backward=True)
         trial = _Trial(decoder, device, options)
         blocks = _blocks(decoder, trial)
         head, sliced_head = trial.try_whole_head(), trial.sliced_head()
@@ -47,6 +47,8 @@ def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: Hos
             f"one block does not run on the device with {options.micro_batch_size} x {options.max_length} tokens: "
             "lower per_device_train_batch_size or max_length, or raise max_gpu_memory"
         ) from None
+    finally:
+        device.release_libraries()  # of this thread: the model runs in another, on a stream of its own
     tokens, units = options.micro_batch_size * options.max_length, decoder.layout.units
     numel = sum(units[u].numel for u in decoder.layout.blocks)
     rates = replace(rates, flops=8 * numel * tokens / sum(b.forward_s + b.backward_s for b in blocks))
@@ -56,7 +58,7 @@ def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: Hos
         head,
         sliced_head,
         measured=True,
-        library_nbytes=2 * library_nbytes,  # here, and on the stream of the model
+        library_nbytes=library_nbytes,
         call_nbytes=trial.call.nbytes,
     )
 
