@@ -48,7 +48,7 @@ def test_train_trains_saves_and_says_where(slideformer, yaml_for, tmp_path) -> N
 def test_bad_input_is_one_sentence_and_a_code(slideformer, yaml_for, command, fields, code, expected) -> None:
     if command == "plan" and "dataset" in fields:
         fields = {"window": 0}  # a plan reads no data
-        expected = "window: found 0, should be greater than or equal to 1"
+        expected = "window: found 0, should be 'auto' or should be greater than or equal to 1"
     done = slideformer(command, yaml_for(**fields))
     assert expected in one_sentence(done)
     assert done.returncode == code

@@ -12,7 +12,8 @@ from engine.toys import EAGER, engine_on, toy_decoder, toy_options
 from slideformer.engine import EngineOptions
 from slideformer.engine.costs import ASSUMED, Costs, assumed
 from slideformer.engine.fit import budget_of, require_fit
-from slideformer.engine.placement import Room, _spread, place
+from slideformer.engine.offload import spread
+from slideformer.engine.placement import Room, place
 from slideformer.errors import BadInput, DoesNotFit
 
 AUTO = {"saved_on_device": "auto", "resident": "auto", "keep": "auto", "late": "auto"}
@@ -42,9 +43,9 @@ def test_a_card_that_holds_everything_trains_as_if_nothing_slid(program):
 
 def test_a_card_without_room_gets_the_window_alone():
     options = toy_options(**AUTO)
-    for nbytes in (0, least(options) - 1):
+    for nbytes in (0, least(replace(options, window=1, sliced_head=True)) - 1):
         found = place(room(nbytes, options))
-        assert (found.resident, found.keep, found.saved_on_device) == ((), (), 0)
+        assert (found.window, found.resident, found.keep, found.saved_on_device) == (1, (), (), 0)
 
 
 def test_the_projection_passes_in_slices_where_the_whole_has_no_room():
@@ -138,7 +139,7 @@ def test_never_more_is_placed_than_fits_and_more_room_is_never_slower(program, m
 
 
 def test_what_was_given_stays():
-    options = toy_options(saved_on_device=2, resident=(0, 3), keep=(3,), late=(), sliced_head=False)
+    options = toy_options(window=2, saved_on_device=2, resident=(0, 3), keep=(3,), late=(), sliced_head=False)
     assert place(room(LARGE, options)) == options
     slow = {"speed": 1e-6}
     assert place(room(LARGE, replace(options, keep="auto"), **slow)).keep == (3,)
@@ -163,8 +164,8 @@ def test_the_chosen_is_the_best_of_a_sweep_by_hand():
 
 def test_some_of_many_blocks_lie_apart():
     blocks = tuple(range(1, 29))
-    order = _spread(blocks)
-    assert sorted(order) == list(blocks) and _spread((5,)) == [5] and _spread(()) == []
+    order = spread(blocks)
+    assert sorted(order) == list(blocks) and spread((5,)) == [5] and spread(()) == []
     for num in (2, 4, 7, 14, 20):
         chosen = [0, *sorted(order[:num]), 29]
         gaps = [b - a for a, b in zip(chosen, chosen[1:], strict=False)]

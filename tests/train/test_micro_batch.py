@@ -17,8 +17,10 @@ from slideformer.train.console import PlainConsole
 from slideformer.train.plan import plan_run
 from slideformer.train.trainer import train
 
-ROWS = {"per_device_train_batch_size": 8, "max_steps": 3, "val_size": 7, "eval_steps": 3, "offload_activations": "cpu"}
-"""Saved inputs pass through a ring, which is smaller where fewer rows go together; on a CPU that is all that is."""
+STEPS = {"max_steps": 3, "val_size": 7, "eval_steps": 3}
+ROWS = {"per_device_train_batch_size": 8, **STEPS, "offload_activations": "cpu", "window": 2}
+"""Saved inputs pass through a ring, which is smaller where fewer rows go together; on a CPU that is all that is, beside
+a smaller window."""
 
 
 def losses(config: TrainConfig) -> list[float]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from slideformer.config.values import Nbytes, Settings
+
+Blocks = Annotated[int, Field(ge=1)]
 
 
 class MachineSettings(Settings):
@@ -14,7 +16,7 @@ class MachineSettings(Settings):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     bf16: Literal["auto"] | bool = "auto"  # auto: on a GPU yes, on a CPU no (fp32 is faster there on most of them)
-    window: int = Field(2, ge=1)  # blocks on the device at a time
+    window: Literal["auto"] | Blocks = "auto"  # blocks on the device at a time; auto: 2, or 1 where 2 have no room
     tile_numel: int = Field(16 * 2**20, ge=1)  # elements of one transfer and update; 32 MiB as bf16
     grad_slots: int = Field(2, ge=1)
     ring: int = Field(4, ge=2)  # staging buffers of one tile

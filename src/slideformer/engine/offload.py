@@ -175,7 +175,8 @@ def _others(layout: Layout) -> list[int]:
 
 
 def spread(blocks: tuple[int, ...]) -> list[int]:
-    """An order of which every beginning lies evenly over the whole: the bits of each index turned round."""
+    """An order of which every beginning lies evenly over the whole: the bits of each index turned round (van der
+    Corput)."""
     width = max(len(blocks) - 1, 1).bit_length()
     turned = sorted(range(len(blocks)), key=lambda i: int(f"{i:0{width}b}"[::-1], 2))
     return [blocks[i] for i in turned]

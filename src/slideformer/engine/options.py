@@ -15,6 +15,9 @@ from slideformer.optim import Hyper
 from slideformer.schedule import StepOptions, Update
 from slideformer.schedule.ops import STATE
 
+WINDOW = 2
+"""Blocks on the device at a time that room is first looked for."""
+
 RING_PLACES = 4
 """Tiles in a ring between disk and host that room is first looked for, and that passes of generation take at most."""
 
@@ -52,7 +55,8 @@ class EngineOptions:
     goes on, and needs the deferred update too. cpu_threads: of the update; None is every CPU but one on CUDA, every CPU
     otherwise. max_gpu_memory, max_host_memory: bytes that the engine may allocate there; None is what the machine has.
     ignore_memory_limits: warn and go on where a limit will be exceeded. find_micro_batch: where micro-batches of this
-    size have no room, each is taken as several smaller ones.
+    size have no room, each is taken as several smaller ones. window: blocks on the device at a time; "auto" is two, or
+    one where two have no room.
     earlier: what an engine of the same run had decided: what is left open here is decided so again, if that has room.
     What lies where; "auto" is what has room and is fastest on CUDA, and on the CPU nothing out of the ordinary. Units
     are indices into the layout. saved_on_device: hidden states that stay on the device (None: all that there are).
@@ -71,7 +75,7 @@ class EngineOptions:
     micro_batch_size: int = 1
     max_length: int = 2048
     micro_batches: int = 1
-    window: int = 2
+    window: int | Literal["auto"] = "auto"
     grad_slots: int = 2
     ring: int = 4
     saved_on_device: int | None | Literal["auto"] = "auto"
@@ -132,6 +136,11 @@ class EngineOptions:
             )
 
     @property
+    def slots(self) -> int:
+        """Blocks of the window, as long as nobody has decided about it."""
+        return WINDOW if self.window == "auto" else self.window
+
+    @property
     def ring_places(self) -> int:
         """Of each ring between disk and host, as long as nobody has decided about them."""
         return RING_PLACES if self.disk_ring == "auto" else self.disk_ring
@@ -185,7 +194,7 @@ class EngineOptions:
             resident = tuple(range(len(layout.units)))
         keep = () if self.keep == "auto" else self.keep
         return StepOptions(
-            window=min(self.window, num_blocks),
+            window=min(self.slots, num_blocks),
             grad_slots=min(self.grad_slots, num_blocks),
             ring=self.ring,
             micro_batches=self.micro_batches,

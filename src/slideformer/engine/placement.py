@@ -7,7 +7,7 @@ is taken. Pure arithmetic on a layout, options and costs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -16,7 +16,9 @@ import torch
 from slideformer.engine.ahead import units_ahead
 from slideformer.engine.costs import Costs, cost_of
 from slideformer.engine.fit import Budgets
+from slideformer.engine.offload import spread
 from slideformer.engine.options import EngineOptions
+from slideformer.engine.window import with_window
 from slideformer.layout import Layout, UnitKind
 from slideformer.memory import home_nbytes
 from slideformer.schedule import StepOptions, build_step, joined_step_s
@@ -100,10 +102,18 @@ class Room:
 
 
 def place(room: Room) -> EngineOptions:
-    """The options with everything decided that was "auto": resident, keep, saved_on_device, late, sliced_head.
+    """The options with everything decided that was "auto": window, resident, keep, saved_on_device, late, sliced_head.
 
     What was given stays as it is. Where not even the window fits, nothing is placed beside it.
     """
+
+    def beside(options: EngineOptions) -> EngineOptions:
+        return _beside_the_window(replace(room, options=options))
+
+    return with_window(room.options, beside, lambda found: room.used(found) <= room.limit)
+
+
+def _beside_the_window(room: Room) -> EngineOptions:
     options = room.options
     base = replace(
         options,
@@ -151,7 +161,7 @@ def _lates(room: Room) -> tuple[tuple[int, int], ...]:
 
 def _late(room: Room, options: EngineOptions, share: tuple[int, int]) -> tuple[int, ...]:
     """So many of the streamed blocks. The lowest are never late: the next step begins with them."""
-    streamed = [u for u in room.layout.blocks if u not in options.resident][options.window :]
+    streamed = [u for u in room.layout.blocks if u not in options.resident][options.slots :]
     return tuple(u for i, u in enumerate(streamed) if i % share[1] < share[0])
 
 
@@ -247,7 +257,7 @@ class _Patterns:
 
     def _ordered(self, pattern: _Pattern) -> list[int]:
         blocks = self.room.layout.blocks
-        return _spread(blocks) if pattern.spread else list(blocks)
+        return spread(blocks) if pattern.spread else list(blocks)
 
     def _without_saved(self, pattern: _Pattern) -> EngineOptions:
         base, blocks = self.base, self._ordered(pattern)[: pattern.num_blocks]
@@ -272,9 +282,9 @@ def _look_around(room: Room, base: EngineOptions, trials: _Trials) -> None:
     lates = _lates(room)
     numbers = sorted({0, min(1, len(patterns.ends)), len(patterns.ends)}, reverse=True)
     starts: list[tuple[float, _Pattern]] = []
-    for num, spread in product(numbers, (True, False)):
+    for num, apart in product(numbers, (True, False)):
         if not trials.spent:
-            start = patterns.most(_Pattern(num, spread, 0))
+            start = patterns.most(_Pattern(num, apart, 0))
             starts.append((patterns.seconds(start), start))
     for _, start in sorted(starts, key=lambda pair: pair[0])[:KEPT_STARTS]:
         found = [start, *(patterns.most(replace(start, late=late)) for late in lates if not trials.spent)]
@@ -283,14 +293,6 @@ def _look_around(room: Room, base: EngineOptions, trials: _Trials) -> None:
         best = min((best, *fewer), key=patterns.seconds)
         for late in lates:
             patterns.seconds(replace(best, late=late))
-
-
-def _spread(blocks: Sequence[int]) -> list[int]:
-    """In such an order that those at its head lie apart from each other, however many: bits of an index turned round
-    (van der Corput)."""
-    bits = max(len(blocks) - 1, 1).bit_length()
-    turned = sorted(range(len(blocks)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
-    return [blocks[i] for i in turned]
 
 
 def _ends(room: Room, base: EngineOptions) -> list[int]:

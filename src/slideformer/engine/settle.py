@@ -16,6 +16,7 @@ from slideformer.engine.options import EngineOptions
 from slideformer.engine.placement import Room, place
 from slideformer.engine.probe import probe
 from slideformer.engine.read_ahead import with_ring
+from slideformer.engine.window import with_window
 from slideformer.errors import DoesNotFit
 from slideformer.memory import Budget
 from slideformer.model.decoder import Decoder
@@ -83,11 +84,20 @@ def halved(options: EngineOptions) -> EngineOptions | None:
 
 
 def _settle(options: EngineOptions, decoder: Decoder, device: Device, kernels: HostKernels) -> Settled:
-    if device.kind == "cpu":
-        host_nbytes = host_room(options.max_host_memory).nbytes
-        budgets = budgets_of(decoder, None)
-        chosen = with_disk(_streamed(options, decoder), decoder, device.kind, budgets, host_nbytes)
-        return Settled(chosen, _fitting(chosen, decoder, device.kind, None, None, budgets), None, budgets, host_nbytes)
+    found = _on_cpu(options, decoder) if device.kind == "cpu" else _on_gpu(options, decoder, device, kernels)
+    if options.window == "auto" and found.options.window == 1:
+        log.warning("one block is on the device at a time, since two have no room: no upload runs ahead of the model")
+    return found
+
+
+def _on_cpu(options: EngineOptions, decoder: Decoder) -> Settled:
+    host_nbytes = host_room(options.max_host_memory).nbytes
+    budgets = budgets_of(decoder, None)
+    chosen = within_host(_streamed(options, decoder), decoder, budgets, host_nbytes)
+    return Settled(chosen, _fitting(chosen, decoder, "cpu", None, None, budgets), None, budgets, host_nbytes)
+
+
+def _on_gpu(options: EngineOptions, decoder: Decoder, device: Device, kernels: HostKernels) -> Settled:
     if options.max_gpu_memory is not None:
         device.limit_memory(options.max_gpu_memory)
     free_nbytes = device.free_nbytes()
@@ -166,6 +176,15 @@ def _streamed(options: EngineOptions, decoder: Decoder) -> EngineOptions:
         ahead=() if options.ahead == "auto" else options.ahead,
         late=() if options.late == "auto" else options.late,
         sliced_head=options.sliced_head is True,
+    )
+
+
+def within_host(options: EngineOptions, decoder: Decoder, budgets: Budgets, host_nbytes: int) -> EngineOptions:
+    """With the window and what lies on disk decided, where all memory is the host's."""
+    return with_window(
+        options,
+        lambda trial: with_disk(trial, decoder, "cpu", budgets, host_nbytes),
+        lambda found: _used(found, "cpu", budgets).host_nbytes <= host_nbytes,
     )
 
 

@@ -23,7 +23,7 @@ from slideformer.engine.costs import (
 )
 from slideformer.engine.fit import Budgets, host_room
 from slideformer.engine.placement import Room, place, placed
-from slideformer.engine.settle import budgets_of, deepened, halved, saved_beside, with_disk
+from slideformer.engine.settle import budgets_of, deepened, halved, saved_beside, with_disk, within_host
 from slideformer.errors import BadInput
 from slideformer.memory import Budget, Limit, size
 from slideformer.memory.disk import no_room
@@ -105,6 +105,7 @@ class RunPlan:
             "dtype": str(self.decoder.dtype).removeprefix("torch."),
             "update": self.options.update,
             "micro_batch_size": self.options.micro_batch_size,
+            "window": self.options.slots,
             "slot_share": self._slot_share(),
             "device_nbytes": self.budget.device_nbytes,
             "host_nbytes": self.budget.host_nbytes,
@@ -187,8 +188,11 @@ class RunPlan:
         lines = [
             f"{layout.numel / 1e6:,.1f} M parameters, {layout.train_numel / 1e6:,.1f} M of them trained, "
             f"{len(layout.blocks)} blocks",
-            f"{self.device_kind}, {str(self.decoder.dtype).removeprefix('torch.')}, {self.options.update} updates, "
-            f"window of {self._num_slots()} blocks: {self._slot_share():.1%} of the weights",
+            *textwrap.wrap(
+                f"{self.device_kind}, {str(self.decoder.dtype).removeprefix('torch.')}, {self.options.update} updates, "
+                f"{self._window()}: {self._slot_share():.1%} of the weights",
+                TEXT_WIDTH,
+            ),
             *textwrap.wrap(f"on the device: {self._placed()}", TEXT_WIDTH),
             "",
             *_table("device", self.budget.device),
@@ -235,11 +239,17 @@ class RunPlan:
         layout = self.decoder.layout
         return self._num_slots() * largest_block_numel(layout) / layout.numel
 
+    def _window(self) -> str:
+        num = self._num_slots()
+        chosen = self.config.window == "auto" and self.options.slots == num == 1
+        alone = ", since two have no room" if chosen else ""
+        return f"window of {num} {'block' if num == 1 else 'blocks'}{alone}"
+
     def _num_slots(self) -> int:
         """Resident blocks need none."""
         layout = self.decoder.layout
         resident = self._chosen().resident
-        return min(self.config.window, len(set(layout.blocks) - set(resident)))
+        return min(self.options.slots, len(set(layout.blocks) - set(resident)))
 
 
 @collector_put_off()
@@ -301,7 +311,11 @@ def _fits(options: EngineOptions, budgets: Budgets, kind: str) -> bool:
 def _settled(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str, budgets: Budgets) -> EngineOptions:
     """What the engine decides by the room there is, decided by max_gpu_memory alone: no device is asked here."""
     host_nbytes = options.max_host_memory or host_room(options.max_host_memory).nbytes
-    chosen = with_disk(_placed(options, decoder, costs, kind, budgets), decoder, kind, budgets, host_nbytes)
+    placed = _placed(options, decoder, costs, kind, budgets)
+    if kind == "cpu":
+        chosen = within_host(placed, decoder, budgets, host_nbytes)
+    else:
+        chosen = with_disk(placed, decoder, kind, budgets, host_nbytes)
     return deepened(chosen, decoder, kind, costs, budgets, host_nbytes)
 
 
