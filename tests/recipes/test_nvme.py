@@ -31,7 +31,7 @@ def planned(model: str, **fields: object) -> RunPlan:
     assert resolved.notices == ()
     given = {name: getattr(resolved.config, name) for name in resolved.config.model_fields_set}
     always = {"model_name_or_path": str(Path(__file__).parent / "models" / model), "device": "cuda"}
-    return plan_run(TrainConfig.model_validate({**given, **always, "tile_numel": 2**27, **fields}))
+    return plan_run(TrainConfig.model_validate({**given, **always, "tile_numel": 2**27, **fields}), elsewhere=True)
 
 
 def test_there_is_a_recipe_for_each_of_them() -> None:
@@ -45,7 +45,7 @@ def test_a_model_larger_than_host_memory_fits_24_gib_256_gib_and_4_tb(model, pro
     numel, vocabulary = MODELS[model]
     layout, budget, options = found.decoder.layout, found.budget, found.options
     assert layout.numel == layout.train_numel == numel
-    found.require_fit(elsewhere=True)
+    found.require_fit()
     assert budget.device_nbytes <= 24 * GIB and budget.host_nbytes <= 240 * GIB and budget.disk_nbytes <= 4e12
     state = ("weights", "residuals", "first moments", "second moments")
     held = sum(budget.host.get(term, 0) + budget.disk.get(term, 0) for term in state)

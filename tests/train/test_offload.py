@@ -250,12 +250,12 @@ def refusals(config, *, here: bool = True) -> str:
     """What a dry run says, and a plan too if the disk is here."""
     with pytest.raises((BadInput, DoesNotFit)) as told:
         dry_run(config, PlainConsole(io.StringIO()))
-    found = plan_run(config)
+    found = plan_run(config, elsewhere=True)
     if here:
         with pytest.raises(type(told.value), match=re.escape(str(told.value))):
-            found.require_fit(elsewhere=True)
+            found.require_fit()
     else:
-        found.require_fit(elsewhere=True)
+        found.require_fit()
     return f"{told.type.__name__}: {told.value}"
 
 

@@ -37,6 +37,7 @@ def plan(
 
         found = plan_run(
             config,
+            elsewhere=True,
             flops=tflops and tflops * 1e12,
             link_nbytes=link_gbps and link_gbps * 1e9,
             update_numel=update_gparams and update_gparams * 1e9,
@@ -45,6 +46,6 @@ def plan(
         if not as_json:
             print(found.text())
         beside.update(found.as_dict())
-        found.require_fit(elsewhere=True)
+        found.require_fit()
         if as_json:
             print(json.dumps(beside, indent=2))

@@ -21,7 +21,7 @@ from slideformer.engine.costs import (
     largest_block_numel,
     predicted_s,
 )
-from slideformer.engine.fit import Budgets, host_room
+from slideformer.engine.fit import Budgets, host_room, spare_room
 from slideformer.engine.placement import Room, place, placed
 from slideformer.engine.settle import budgets_of, deepened, halved, saved_beside, with_disk, within_host
 from slideformer.errors import BadInput
@@ -44,7 +44,8 @@ WIDTH = 64  # of the picture, so that its lines fit in 80 columns
 class RunPlan:
     """A planned and proven run. timeline: of JOINED_RUNS full batches at `rates`. traffic: bytes of a step from disk
     and to it. look: at the disk that they are of; None where nothing lies on one. clipped_s: of a clipped step, where
-    it is another than `step_s`."""
+    it is another than `step_s`. elsewhere: it is for another machine: of the host only max_host_memory counts, where
+    it is given, and a disk need not be here."""
 
     config: TrainConfig
     device_kind: str
@@ -57,6 +58,7 @@ class RunPlan:
     traffic: tuple[int, int]
     look: DiskLook | None
     clipped_s: float | None = None
+    elsewhere: bool = False
 
     @property
     def step_s(self) -> float:
@@ -68,10 +70,9 @@ class RunPlan:
         """Of a full batch."""
         return self.config.rows_per_step * self.config.max_length
 
-    def require_fit(self, *, elsewhere: bool = False) -> None:
+    def require_fit(self) -> None:
         """Raise DoesNotFit if it needs more than there is or may be used, on the disk too, and BadInput where a run
-        could not have its folder there or may not write enough. elsewhere: max_host_memory is that of another machine,
-        so what this one has does not count, nor does it that a disk is not here."""
+        could not have its folder there or may not write enough."""
         decoder = self.decoder
         require_fit(
             decoder.layout,
@@ -81,12 +82,12 @@ class RunPlan:
             device_kind=self.device_kind,
             costs=self.costs,
             found=self.budget,
-            elsewhere=elsewhere and self.options.max_host_memory is not None,
+            elsewhere=self.elsewhere and self.options.max_host_memory is not None,
         )
         filled = filled_nbytes(decoder.layout, self._chosen(), decoder.dtype, goes_on=False)
         require_writes_left(self.config, filled, self.traffic[1])
         look = self.look
-        if look is None or (elsewhere and (look.is_guess or not look.here)):
+        if look is None or (self.elsewhere and (look.is_guess or not look.here)):
             return
         if look.refusal is not None:
             raise BadInput(look.refusal)
@@ -217,8 +218,8 @@ class RunPlan:
             lines += [
                 "",
                 "A run measures its machine first and may place more or less on the device;",
-                "without max_gpu_memory nothing is placed here. Spare host memory is used for",
-                "updates ahead of clipping: counted here as far as max_host_memory says it.",
+                "without max_gpu_memory nothing is placed here. Spare host memory, that of",
+                "max_host_memory or else of this machine, is used for updates ahead of clipping.",
             ]
         return "\n".join(lines)
 
@@ -252,10 +253,22 @@ class RunPlan:
         return min(self.options.slots, len(set(layout.blocks) - set(resident)))
 
 
+@dataclass(frozen=True, slots=True)
+class _For:
+    """The machine that is planned for. kind: of its device. host_nbytes: what the host may give, and spare_nbytes: what
+    with updates ahead it may."""
+
+    kind: str
+    rates: Rates
+    host_nbytes: int
+    spare_nbytes: int
+
+
 @collector_put_off()
 def plan_run(
     config: TrainConfig,
     *,
+    elsewhere: bool = False,
     flops: float | None = None,
     link_nbytes: float | None = None,
     update_numel: float | None = None,
@@ -263,24 +276,29 @@ def plan_run(
 ) -> RunPlan:
     """Plan, prove and simulate a config. Reads the model's config.json only.
 
-    flops, link_nbytes, update_numel, disk_nbytes: rates of the machine, where they are known. Raises BadInput.
+    elsewhere: for a machine whose host has max_host_memory, where that is given; else all that is decided by the host's
+    memory is what a run decides here. flops, link_nbytes, update_numel, disk_nbytes: rates of the machine, where they
+    are known. Raises BadInput.
     """
-    kind = device_kind(config)
+    kind, limit = device_kind(config), config.max_host_memory
     require_gds(config, kind, elsewhere=True)
     decoder = build_decoder(config, kind, torch.device("cpu"))
     rates = ASSUMED[kind].known(
         flops=flops, link_nbytes=link_nbytes, update_numel=update_numel, disk_nbytes=disk_nbytes
     )
+    if elsewhere and limit is not None:
+        machine = _For(kind, rates, limit, limit)
+    else:
+        machine = _For(kind, rates, host_room(limit).nbytes, spare_room(limit))
     given = engine_options(config)
-    options, costs, budgets = first = _sized(given, decoder, rates, kind)
-    while given.find_micro_batch and not _fits(options, budgets, kind):
+    options, costs, budgets = first = _sized(given, decoder, machine)
+    while given.find_micro_batch and not _fits(options, budgets, machine):
         if (smaller := halved(given)) is None:
             options, costs, budgets = first  # which is what does not fit
             break
         given = smaller
-        options, costs, budgets = _sized(given, decoder, rates, kind)
-    if given.ahead == "auto" and kind == "cuda":
-        options = _with_ahead(options, decoder, costs, budgets)
+        options, costs, budgets = _sized(given, decoder, machine)
+    options = _with_ahead(options, decoder, costs, budgets, machine)
     shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
     beside = costs if kind == "cuda" else None
     step_options = options.step_options(decoder.layout, decoder.dtype)
@@ -291,53 +309,65 @@ def plan_run(
     found, look = budgets.of(options), None
     if found.disk and config.offload_dir is not None:
         look = look_at(Path(config.offload_dir), reuse=config.reuse_offload_dir)
-    clipped_s = predicted_s(plan, decoder.layout, shape, costs, clipped=True) if options.ahead else None
-    return RunPlan(config, kind, decoder, options, found, rates, beside, timeline, traffic, look, clipped_s)
+    may_clip = options.ahead and config.max_grad_norm > 0
+    clipped_s = predicted_s(plan, decoder.layout, shape, costs, clipped=True) if may_clip else None
+    return RunPlan(config, kind, decoder, options, found, rates, beside, timeline, traffic, look, clipped_s, elsewhere)
 
 
-def _sized(options: EngineOptions, decoder: Decoder, rates: Rates, kind: str) -> tuple[EngineOptions, Costs, Budgets]:
+def _sized(options: EngineOptions, decoder: Decoder, machine: _For) -> tuple[EngineOptions, Costs, Budgets]:
     """With micro-batches of the size that is given."""
-    costs = assumed(decoder.layout, options.batch_shape(decoder.hidden_size, decoder.dtype), rates)
-    budgets = budgets_of(decoder, costs if kind == "cuda" else None)
-    return _settled(options, decoder, costs, kind, budgets), costs, budgets
+    costs = assumed(decoder.layout, options.batch_shape(decoder.hidden_size, decoder.dtype), machine.rates)
+    budgets = budgets_of(decoder, costs if machine.kind == "cuda" else None)
+    return _settled(options, decoder, costs, budgets, machine), costs, budgets
 
 
-def _fits(options: EngineOptions, budgets: Budgets, kind: str) -> bool:
+def _fits(options: EngineOptions, budgets: Budgets, machine: _For) -> bool:
     found, gpu = budgets.of(options), options.max_gpu_memory
-    device = None if gpu is None or kind == "cpu" else Limit(gpu, "max_gpu_memory")
-    return (found.on_one_tier() if kind == "cpu" else found).fits(device, host_room(options.max_host_memory))
+    device = None if gpu is None or machine.kind == "cpu" else Limit(gpu, "max_gpu_memory")
+    placed = found.on_one_tier() if machine.kind == "cpu" else found
+    return placed.fits(device, Limit(machine.host_nbytes, "host memory"))
 
 
-def _settled(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str, budgets: Budgets) -> EngineOptions:
-    """What the engine decides by the room there is, decided by max_gpu_memory alone: no device is asked here."""
-    host_nbytes = options.max_host_memory or host_room(options.max_host_memory).nbytes
-    placed = _placed(options, decoder, costs, kind, budgets)
-    if kind == "cpu":
-        chosen = within_host(placed, decoder, budgets, host_nbytes)
+def _settled(options: EngineOptions, decoder: Decoder, costs: Costs, budgets: Budgets, machine: _For) -> EngineOptions:
+    """What the engine decides by the room there is, but for updates ahead. The device is what max_gpu_memory says: none
+    is asked here."""
+    if machine.kind == "cpu":
+        chosen = within_host(_unplaced(options, decoder), decoder, budgets, machine.host_nbytes)
     else:
-        chosen = with_disk(placed, decoder, kind, budgets, host_nbytes)
-    return deepened(chosen, decoder, kind, costs, budgets, host_nbytes)
+        placed = _unplaced(options, decoder)
+        if options.max_gpu_memory is not None:
+            placed = place(_room(options, decoder, costs, budgets, machine))
+        chosen = with_disk(placed, decoder, machine.kind, budgets, machine.host_nbytes)
+    return deepened(chosen, decoder, machine.kind, costs, budgets, machine.host_nbytes)
 
 
-def _with_ahead(options: EngineOptions, decoder: Decoder, costs: Costs, budgets: Budgets) -> EngineOptions:
-    """With updates ahead in what max_host_memory leaves: how much more another machine has is not known."""
-    if options.max_host_memory is None or options.max_grad_norm == 0:
+def _unplaced(options: EngineOptions, decoder: Decoder) -> EngineOptions:
+    """Nothing is on the device beside the window that was not said to be."""
+    return replace(
+        options,
+        saved_on_device=saved_beside(options),
+        resident=options.step_options(decoder.layout, decoder.dtype).resident,
+        keep=() if options.keep == "auto" else options.keep,
+        late=() if options.late == "auto" else options.late,
+    )
+
+
+def _room(options: EngineOptions, decoder: Decoder, costs: Costs, budgets: Budgets, machine: _For) -> Room:
+    gpu, spare = options.max_gpu_memory or 0, machine.spare_nbytes
+    return Room(decoder.layout, options, costs, decoder.hidden_size, decoder.dtype, gpu, budgets, spare)
+
+
+def _with_ahead(
+    options: EngineOptions, decoder: Decoder, costs: Costs, budgets: Budgets, machine: _For
+) -> EngineOptions:
+    """With updates ahead in what the host has to spare."""
+    if options.ahead != "auto":
         return options
-    spare_nbytes = options.max_host_memory - budgets.of(options).host_nbytes
-    nbytes = options.max_gpu_memory or 0
-    room = Room(decoder.layout, options, costs, decoder.hidden_size, decoder.dtype, nbytes, budgets)
-    return replace(options, ahead=fastest_ahead(decoder.layout, options, spare_nbytes, costs, room.step_s))
-
-
-def _placed(options: EngineOptions, decoder: Decoder, costs: Costs, kind: str, budgets: Budgets) -> EngineOptions:
-    options = replace(options, ahead=() if options.ahead == "auto" else options.ahead)
-    if kind == "cpu" or options.max_gpu_memory is None:
-        saved = saved_beside(options)
-        resident = options.step_options(decoder.layout, decoder.dtype).resident
-        keep = () if options.keep == "auto" else options.keep
-        return replace(options, saved_on_device=saved, resident=resident, keep=keep, late=())
-    room = Room(decoder.layout, options, costs, decoder.hidden_size, decoder.dtype, options.max_gpu_memory, budgets)
-    return place(room)
+    if machine.kind == "cpu":
+        return replace(options, ahead=())
+    step_s = _room(options, decoder, costs, budgets, machine).step_s
+    spare_nbytes = machine.spare_nbytes - budgets.of(options).host_nbytes
+    return replace(options, ahead=fastest_ahead(decoder.layout, options, spare_nbytes, costs, step_s))
 
 
 def _table(tier: str, terms: dict[str, int]) -> list[str]:
