@@ -90,8 +90,14 @@ def test_a_resume_says_that_a_step_is_split_in_another_way(config_for):
         )
         return told.getvalue()
 
-    split = "warning: the last bits may differ from an unbroken run's: per_device_train_batch_size was {} and is now {}"
+    split = (
+        "the last bits may differ from an unbroken run's: per_device_train_batch_size was {} and is now {}; per_device"
+    )
+    no_room = "warning: what checkpoint-4 was made with has no room here, so "
     assert "last bits" not in go_on(4)
-    assert split.format("8", "8, 1 at a time\n") in go_on(5, **tight)
+    assert no_room + split.format("8", "8, 1 at a time") in go_on(5, **tight)
     assert "last bits" not in go_on(6, **tight)
-    assert split.format("8, 1 at a time", "8\n") in go_on(7)
+    told = go_on(7)
+    assert "last bits" not in told, "as it was, though all have room together again"
+    assert "sequences of up to 48 tokens, 1 at a time, " in told
+    assert f"warning: {split.format('8, 1 at a time', '8')}" in go_on(8, auto_find_batch_size=False)

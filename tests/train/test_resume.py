@@ -24,7 +24,8 @@ from slideformer.train.stop import Stopped, StopRequests
 from slideformer.train.trainer import train
 from train.toy import make_config, make_model, write_sums
 
-TIMES = ("tokens_per_second", "step_time", "eta_seconds", "host_mem_gib", "pinned_gib", "tflops", "mfu")
+TIMES = ("tokens_per_second", "step_time", "eta_seconds", "tflops", "mfu")
+OF_THE_MACHINE = (*TIMES, "host_mem_gib", "pinned_gib", "gpu_mem_peak_gib")
 
 
 class Killed(BaseException):
@@ -41,9 +42,8 @@ def run(config) -> str:
 def metrics_of(config) -> list[dict]:
     """Of metrics.jsonl, all that does not depend on the clock or the machine."""
     lines = Path(config.output_dir, "metrics.jsonl").read_text().splitlines()
-    return [
-        {k: v for k, v in json.loads(line).items() if k not in TIMES and not k.startswith("busy_")} for line in lines
-    ]
+    metrics = [json.loads(line) for line in lines]
+    return [{k: v for k, v in m.items() if k not in OF_THE_MACHINE and not k.startswith("busy_")} for m in metrics]
 
 
 def state_of(config, step: int) -> dict[str, bytes]:

@@ -81,10 +81,12 @@ class Lane(Protocol):
 class Device(Protocol):
     """Lanes and memory of one device. Context manager: `close` ends every thread and frees what was page-locked.
 
-    poisons: freed buffers are filled with NaN, so that a read that comes too late or too early is seen.
+    model: a GPU's name and number of multiprocessors, which launches are cut to; empty for a CPU. poisons: freed
+    buffers are filled with NaN, so that a read that comes too late or too early is seen.
     """
 
     kind: str
+    model: str
     torch_device: torch.device
     poisons: bool
 

@@ -30,7 +30,7 @@ class CpuLane(ThreadLane):
 class CpuDevice:
     """See `Device`. jitter_s: longest random delay before each piece of work; seed: of the delays."""
 
-    kind = "cpu"
+    kind, model = "cpu", ""
 
     def __init__(self, *, jitter_s: float = 0.0, poison: bool = False, seed: int = 0) -> None:
         self.torch_device = torch.device("cpu")

@@ -128,6 +128,8 @@ class CudaDevice:
     def __init__(self, index: int = 0) -> None:
         _let_segments_grow()
         self.torch_device = torch.device("cuda", index)
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        self.model = f"{properties.name} with {properties.multi_processor_count} multiprocessors"
         self.fault = Fault()
         self._lanes: list[CudaHostLane] = []
         self._locked: dict[int, torch.Tensor] = {}  # by address

@@ -45,6 +45,11 @@ class Decided:
     sliced_head: bool | None = None
     micro_batch_size: int | None = None
 
+    def holds_for(self, other: Decided) -> bool:
+        """All that is known here is so there."""
+        pairs = ((self.sliced_head, other.sliced_head), (self.micro_batch_size, other.micro_batch_size))
+        return all(mine is None or mine == theirs for mine, theirs in pairs)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 
 from pydantic import JsonValue
 
 from slideformer.config import TrainConfig
 from slideformer.data import Batches
-from slideformer.engine import Engine
+from slideformer.engine import Decided, Engine
 from slideformer.layout import Layout
 from slideformer.model.decoder import Decoder
 from slideformer.train.record import versions
@@ -23,7 +24,9 @@ from slideformer.train.schedule import num_warmup_steps
 MODEL = "config.json: "
 NOT_OF_THE_MODEL = frozenset(("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"))
 ROWS_A_STEP = "per_device_train_batch_size x gradient_accumulation_steps"
-ROWS_AT_ONCE = "per_device_train_batch_size"
+ROWS_AT_ONCE, ROWS_OF_EVALUATION = "per_device_train_batch_size", "per_device_eval_batch_size"
+AT_A_TIME = re.compile(r"\d+, ([1-9]\d*) at a time")  # of either, where `auto_find_batch_size` found fewer
+HEAD, WHOLE = "output projection", "whole"
 NOT_OF_A_MACHINE = frozenset(("auto", "triton", "liger"))  # what was asked for: records of earlier versions have that
 SHOWN = 3
 
@@ -54,6 +57,7 @@ def bits(config: TrainConfig, decoder: Decoder, device_kind: str) -> dict[str, J
     return {
         "device": device_kind,
         ROWS_AT_ONCE: config.per_device_train_batch_size,
+        **({} if config.eval_strategy == "no" else {ROWS_OF_EVALUATION: config.eval_batch_size}),
         "attn_implementation": attention,
         "kernels": ", ".join(f"{op} of {where}" for op, where in sorted(decoder.kernels.items())) or "torch",
         **{name: versions()[name] for name in ("torch", "transformers")},
@@ -61,14 +65,44 @@ def bits(config: TrainConfig, decoder: Decoder, device_kind: str) -> dict[str, J
 
 
 def bits_on(engine: Engine, bits: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """`bits`, with what the engine decided by its room and its measurements."""
-    found, options = dict(bits), engine.options
-    given = found.get(ROWS_AT_ONCE)
-    if options.find_micro_batch and isinstance(given, int) and options.micro_batch_size < given:
-        found[ROWS_AT_ONCE] = f"{given}, {options.micro_batch_size} at a time"
-    in_slices = f"in slices (tile_numel {engine.layout.tile_numel})"
-    found["output projection"] = in_slices if engine.step_options.sliced_head else "whole"
+    """`bits`, with what the engine decided by its room and its measurements, and the GPU that launches are cut to."""
+    found, rows = dict(bits), engine.decided.micro_batch_size
+    for name in (ROWS_AT_ONCE, ROWS_OF_EVALUATION):
+        given = found.get(name)
+        if engine.options.find_micro_batch and isinstance(given, int) and rows < given:
+            found[name] = f"{given}, {rows} at a time"
+    found[HEAD] = _in_slices(engine.layout.tile_numel) if engine.decided.sliced_head else WHOLE
+    if engine.device.model:
+        found["GPU"] = engine.device.model
     return found
+
+
+def decided(then: Mapping[str, JsonValue], now: Mapping[str, JsonValue], tile_numel: int) -> Decided | None:
+    """What the engine of a record decided, as far as it gives the same bits here: for the engine of this run.
+
+    then: `bits_on` of any version, as recorded. now: `bits` of this run. None: on another kind of device.
+    """
+    if then.get("device") != now["device"]:
+        return None
+    sliced = {WHOLE: False, _in_slices(tile_numel): True}.get(str(then.get(HEAD)))
+    names = [name for name in (ROWS_AT_ONCE, ROWS_OF_EVALUATION) if name in now]
+    parts = [found for name in names if (found := AT_A_TIME.fullmatch(str(then.get(name))))]
+    rows = None
+    if _rows(then) == now[ROWS_AT_ONCE] and parts:
+        rows = int(parts[0][1])
+    elif all(then.get(name) == now[name] for name in names):
+        rows = max(int(str(now[name])) for name in names)
+    return Decided(sliced, rows)
+
+
+def _rows(then: Mapping[str, JsonValue]) -> JsonValue:
+    """per_device_train_batch_size of a record, however many of them went together."""
+    given = then.get(ROWS_AT_ONCE)
+    return int(given.partition(",")[0]) if isinstance(given, str) and AT_A_TIME.fullmatch(given) else given
+
+
+def _in_slices(tile_numel: int) -> str:
+    return f"in slices (tile_numel {tile_numel})"
 
 
 def bit_differences(then: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> list[str]:

@@ -14,7 +14,7 @@ from pydantic import JsonValue
 
 from slideformer.config import TrainConfig
 from slideformer.data import Batches
-from slideformer.engine import Engine
+from slideformer.engine import Decided, Engine
 from slideformer.errors import BadInput
 from slideformer.model import weights
 from slideformer.model.decoder import Decoder
@@ -31,12 +31,14 @@ from slideformer.train.setup import save_dtype
 @dataclass(frozen=True, slots=True)
 class Origin:
     """found: checkpoints to start from, best first; empty: the beginning. maths, bits: see `fingerprint`, before there
-    is an engine. disk_writes: bytes that earlier starts have written to the disk tier. require_space: raises DoesNotFit
-    where the disk has no room for the checkpoints to come."""
+    is an engine. decided: what the engine of the first of them had decided, for this run's. disk_writes: bytes that
+    earlier starts have written to the disk tier. require_space: raises DoesNotFit where the disk has no room for the
+    checkpoints to come."""
 
     found: list[Checkpoint]
     maths: dict[str, JsonValue]
     bits: dict[str, JsonValue]
+    decided: Decided | None = None
     disk_writes: int = 0
     require_space: Callable[[], None] = lambda: None
 
@@ -47,7 +49,8 @@ class Origin:
             return self.beginning
         loaded = _load_first(self.found, engine, console)
         if differ := fingerprint.bit_differences(loaded.record.bits, fingerprint.bits_on(engine, self.bits)):
-            console.warn(f"the last bits may differ from an unbroken run's: {fingerprint.listed(differ)}")
+            why = "" if engine.as_earlier else f"what {loaded.folder.name} was made with has no room here, so "
+            console.warn(f"{why}the last bits may differ from an unbroken run's: {fingerprint.listed(differ)}")
         return loaded.record.progress.model_copy(update={"disk_writes": self.disk_writes})
 
     @property
@@ -105,10 +108,10 @@ def find_origin(
     """
     disk_writes = written_before(config, max((one.record.progress.disk_writes for one in found), default=None))
     if config.save_strategy == "no" and not found:
-        return Origin([], {}, {}, disk_writes)
+        return Origin([], {}, {}, disk_writes=disk_writes)
     steps = num_steps(config, batches)
     maths, bits = fingerprint.maths(config, batches, decoder, steps), fingerprint.bits(config, decoder, device_kind)
-    origin = Origin([], maths, bits, disk_writes)
+    origin = Origin([], maths, bits, disk_writes=disk_writes)
     if found and (differ := fingerprint.differences(found[0].record.maths, origin.maths)):
         raise BadInput(
             f"{found[0].folder} cannot be continued with this config: {fingerprint.listed(differ)}; change it back, or "
@@ -118,7 +121,8 @@ def find_origin(
     first = found[0].record.progress.step if found else 0
     if first > steps:
         raise BadInput(f"{found[0].folder} has {first} steps, and the run has {steps}: raise max_steps")
-    origin = replace(origin, found=found)
+    before = fingerprint.decided(found[0].record.bits, bits, decoder.layout.tile_numel) if found else None
+    origin = replace(origin, found=found, decided=before)
     if config.save_strategy != "no":
         every = config.save_steps or batches.steps_per_epoch
         space = partial(

@@ -18,12 +18,15 @@ def tell_start(work: Work, start: Progress, console: Console) -> None:
         f"on {work.device.kind} in {str(engine.decoder.dtype).removeprefix('torch.')}, {config.update_program} updates "
         f"({engine.kernels.isa}, {engine.kernels.threads} threads)"
     )
-    console.note(f"on the device: {placed(engine.layout, engine.step_options)}")
+    head = "" if engine.decided.sliced_head else ", the output projection whole"
+    console.note(f"on the device: {placed(engine.layout, engine.step_options)}{head}")
     if engine.budget.disk:
         console.note(_on_disk(work, start))
+    together = engine.decided.micro_batch_size
+    parts = f", {together} at a time" if config.auto_find_batch_size and together < rows else ""
     console.note(
         f"{work.num_steps} steps of {rows} x {micro} = {rows * micro} sequences of up to {config.max_length} tokens"
-        f", {work.batches.steps_per_epoch} steps an epoch"
+        f"{parts}, {work.batches.steps_per_epoch} steps an epoch"
     )
     console.begin(work.num_steps, engine.memory())
 

@@ -6,11 +6,12 @@ then the engine is opened, loaded, and handed to the loop.
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -19,7 +20,7 @@ from slideformer.config import TrainConfig
 from slideformer.data import Batches, Codec, Dataset, evaluation_sets, require_vocabulary, training_batches
 from slideformer.data.prompts import Prompt, Words
 from slideformer.device import Device, open_device, require_device
-from slideformer.engine import Engine
+from slideformer.engine import Decided, Engine
 from slideformer.errors import BadInput, RunFailed
 from slideformer.model.decoder import Decoder
 from slideformer.model.folder import save_model
@@ -112,7 +113,7 @@ class Trainer:
         self._inputs: Inputs = inputs_of(model, args or TrainConfig(), train_dataset, eval_dataset, processing_class)
         self._callbacks = Callbacks(callbacks, self.args, model=self._inputs.module, processing_class=processing_class)
         self._given_console = console
-        self._held = ExitStack()
+        self._held, self._held_engine = ExitStack(), ExitStack()
         self._prepared: Prepared | None = None
         self._built: tuple[Device, Decoder] | None = None
         self._engine: Engine | None = None
@@ -300,14 +301,15 @@ class Trainer:
             self._built = device, decoder
         return self._built
 
-    def _open(self, *, loads: bool) -> Engine:
-        """The engine. loads: with the model's weights, unless it has some."""
+    def _open(self, *, loads: bool, earlier: Decided | None = None) -> Engine:
+        """The engine. loads: with the model's weights, unless it has some. earlier: see `EngineOptions`."""
         device, decoder = self.build()
         if self._engine is None:
             self._peak = peak_tflops(device, decoder.dtype)
             samples = self._prepared.samples if self._prepared is not None else []
             options = with_samples(engine_options(self.args), decoder, samples, self.args.generate_max_new_tokens)
-            self._engine = self._held.enter_context(Engine(decoder, device, options))
+            engine = Engine(decoder, device, replace(options, earlier=earlier))
+            self._engine = self._held.enter_context(self._held_engine).enter_context(engine)
         if loads and not self._has_weights:
             self._inputs.load(self._engine)
             self._has_weights = True
@@ -316,7 +318,11 @@ class Trainer:
     def _open_at(self, origin: Origin, num_steps: int) -> Engine:
         """The engine, loaded unless a checkpoint will be. Raises BadInput, before anything is loaded, where
         max_disk_writes leaves no room for that and for steps."""
-        engine, filled, goes_on = self._open(loads=False), 0, bool(origin.found)
+        if self._engine is not None and origin.decided and not origin.decided.holds_for(self._engine.decided):
+            self._has_weights, self._engine = False, None  # that of an `evaluate` before; it must have gone
+            self._held_engine.close()
+            gc.collect()
+        engine, filled, goes_on = self._open(loads=False, earlier=origin.decided), 0, bool(origin.found)
         if goes_on or not self._has_weights:
             filled = filled_nbytes(engine.layout, engine.step_options, engine.decoder.dtype, goes_on=goes_on)
         filled += engine.disk_traffic[1]  # its measuring
