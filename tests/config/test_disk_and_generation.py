@@ -67,6 +67,8 @@ def test_prompts_are_a_list_or_a_file(written, means) -> None:
         ({"max_disk_writes": "1TB"}, "max_disk_writes is given, but nothing lies on the disk"),
         ({"max_disk_writes": 5}, "found 5, which is no size"),
         ({"disk_tbw": 0}, "greater than 0"),
+        ({"disk_tbw": 600}, "disk_tbw is given, but nothing lies on the disk: give offload_dir, or drop it"),
+        ({"keep_offload_dir": True}, "keep_offload_dir is true, but nothing lies on the disk: give offload_dir"),
         ({"disk_tbw": "inf"}, "found 'inf', should be a finite number"),
         ({"reuse_offload_dir": True}, "reuse_offload_dir is true, but nothing lies on the disk: give offload_dir"),
         (

@@ -170,6 +170,14 @@ def _of_the_disk(config: TrainConfig) -> list[tuple[bool, str]]:
             "max_disk_writes is given, but nothing lies on the disk: give offload_dir, or drop it",
         ),
         (
+            config.disk_tbw is not None and config.offload_dir is None,
+            "disk_tbw is given, but nothing lies on the disk: give offload_dir, or drop it",
+        ),
+        (
+            config.keep_offload_dir and config.offload_dir is None,
+            "keep_offload_dir is true, but nothing lies on the disk: give offload_dir, or drop it",
+        ),
+        (
             config.reuse_offload_dir and config.offload_dir is None,
             "reuse_offload_dir is true, but nothing lies on the disk: give offload_dir, or drop it",
         ),
