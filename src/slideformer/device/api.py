@@ -109,7 +109,8 @@ class Device(Protocol):
         ...
 
     def page_lock(self, tensor: torch.Tensor) -> bool:
-        """Page-lock host memory in place, for asynchronous copies. False, and a warning, where it is refused."""
+        """Page-lock host memory in place, for asynchronous copies. False where it is refused, and one warning for all:
+        then copies are slower, and no different."""
         ...
 
     def page_unlock(self, tensor: torch.Tensor) -> None:

@@ -133,6 +133,7 @@ class CudaDevice:
         self.fault = Fault()
         self._lanes: list[CudaHostLane] = []
         self._locked: dict[int, torch.Tensor] = {}  # by address
+        self._refused = False  # to lock some, and told so
         self._fraction_before: float | None = None
         self._clock_stream = torch.cuda.Stream(self.torch_device)
         self.clock = _Anchor(self._clock_stream)
@@ -168,17 +169,27 @@ class CudaDevice:
     def page_lock(self, tensor: torch.Tensor) -> bool:
         if tensor.nbytes == 0:
             return True
-        status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-        if int(status) != 0:
-            log.warning(
-                "%.2f GiB of host memory could not be page-locked (%s): copies from it run at about a seventh of the "
-                "link's speed and block their lane",
-                tensor.nbytes / 2**30,
-                status,
-            )
-            return False
-        self._locked[tensor.data_ptr()] = tensor
-        return True
+        runtime = torch.cuda.cudart()
+        status = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+        if int(status) == 0:
+            self._locked[tensor.data_ptr()] = tensor
+            return True
+        log.log(
+            logging.INFO if self._refused else logging.WARNING,
+            "%.2f GiB of host memory could not be page-locked (%s): copies from it run at about a seventh of the "
+            "link's speed and block their lane",
+            tensor.nbytes / 2**30,
+            runtime.cudaGetErrorString(status),
+        )
+        self._refused = True
+        self._forget_error()
+        return False
+
+    def _forget_error(self) -> None:
+        """The runtime keeps the error of a refused call for this thread's next launch to raise: have it be this one.
+        torch has no binding for cudaGetLastError (2.11 to 2.13)."""
+        with suppress(RuntimeError):
+            torch.ones(1, device=self.torch_device)
 
     def page_unlock(self, tensor: torch.Tensor) -> None:
         if self._locked.pop(tensor.data_ptr(), None) is not None:
