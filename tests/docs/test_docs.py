@@ -168,6 +168,8 @@ CODES = {
     "batches are cut from encoded rows inside the run": 0,
 }
 ELSEWHERE = {  # tried where they are made
+    "one block is on the device at a time": "engine/settle.py",
+    "could not be page-locked": "device/cuda.py",
     "of a run that was killed": "memory/disk_found.py",
     "of a run that kept its files": "memory/disk_found.py",
     "is used by a run that is at work": "memory/disk_found.py",
