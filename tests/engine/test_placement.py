@@ -64,6 +64,19 @@ def test_a_head_that_could_not_be_tried_as_a_whole_passes_in_slices():
     assert place(replace(here, costs=replace(here.costs, head=None))).sliced_head is True
 
 
+@pytest.mark.parametrize(("scale", "at_least", "slices"), [(0.25, 1.06, True), (0.55, 1.03, False), (1.0, 0.9, False)])
+def test_slices_are_taken_where_they_save_more_than_measurements_differ_by(scale, at_least, slices):
+    """scale: what they take themselves, as a share of the whole."""
+    options = toy_options(**AUTO, **EAGER)
+    here = room(least(options) + 10_000, options, speed=1e-3)
+    costs = replace(here.costs, sliced_head=here.costs.sliced_head.times(scale, 1.0))
+    here = replace(here, costs=costs, budgets=None)
+    by_hand = [replace(here, options=replace(options, sliced_head=value)) for value in (False, True)]
+    whole_s, sliced_s = (here.step_s(place(one)) for one in by_hand)
+    assert at_least < whole_s / sliced_s < at_least + 0.1
+    assert place(here).sliced_head is slices
+
+
 def sizes_of(decoder) -> dict:
     return {"hidden_size": decoder.hidden_size, "dtype": decoder.dtype}
 

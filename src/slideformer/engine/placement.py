@@ -37,8 +37,11 @@ LATE_SHARES = ((1, 8), (1, 4), (1, 3), (1, 2), (2, 3))
 BLOCK_SHARES = (0.9, 0.75, 0.5)
 """Of the resident blocks that have room."""
 
-SLICED_OVER = 1.02
-"""How much faster the clock must find a sliced head, whose matrix crosses twice, where the whole has room too."""
+SLICED_OVER = 1.05
+"""How much faster the clock must find a sliced head, whose matrix crosses twice, where the whole has room too: two
+starts of one run should choose alike. Costs that differ by 3% change the ratio by up to 0.05 where compute sets the
+pace and it is near 1 (3B at 16 x 1024 in 16 GiB: 0.97 to 1.04), and by 0.01 where updates do and it is 1.07 to 1.2
+(1B and 3B at 4 x 1024 in 6 to 16 GiB); by the clock with an H200's rates, 2026-11-30."""
 
 TRIED_TILES, FEW_TRIALS = 20_000, 10
 """Tiles of the plans that are simulated, together: 40 plans of an 8B model, two seconds of one core. Where that is no
