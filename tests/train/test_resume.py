@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.toys import HookedDevice
 from slideformer.data import Batches, load_dataset, load_tokenizer
@@ -177,6 +178,15 @@ def test_what_is_told_of_the_last_bits_is_what_runs_and_not_how_it_is_written(
 ) -> None:
     told = run(config_for(**FIVE, **other, resume_from_checkpoint=str(stopped_run / "checkpoint-2")))
     assert ("last bits" in told) == bool(told_of) and told_of in told
+
+
+def test_another_number_of_torchs_threads_is_told_on_a_cpu(config_for, stopped_run) -> None:
+    torch.set_num_threads(2)
+    try:
+        told = run(config_for(**FIVE, resume_from_checkpoint=str(stopped_run / "checkpoint-2")))
+    finally:
+        torch.set_num_threads(1)
+    assert "warning: the last bits may differ from an unbroken run's: threads of torch was 1 and is now 2\n" in told
 
 
 def test_another_split_into_micro_batches_goes_on_with_the_same_rows(config_for, stopped_run, rows_seen) -> None:

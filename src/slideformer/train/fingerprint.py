@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 
+import torch
 from pydantic import JsonValue
 
 from slideformer.config import TrainConfig
@@ -56,6 +57,7 @@ def bits(config: TrainConfig, decoder: Decoder, device_kind: str) -> dict[str, J
     attention = decoder.module_config._attn_implementation if config.packing else decoder.attn_implementation
     return {
         "device": device_kind,
+        **({"threads of torch": torch.get_num_threads()} if device_kind == "cpu" else {}),  # products are cut to them
         ROWS_AT_ONCE: config.per_device_train_batch_size,
         **({} if config.eval_strategy == "no" else {ROWS_OF_EVALUATION: config.eval_batch_size}),
         "attn_implementation": attention,
