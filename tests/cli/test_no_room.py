@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 SIZE = r"([0-9.]+) ([KM]iB)"
 KIB = {"KiB": 1, "MiB": 1024}
+MODEL = Path(__file__).parents[1] / "recipes" / "models" / "Llama-3.2-1B"
 
 
 @pytest.fixture
@@ -44,3 +46,16 @@ def test_a_plan_that_does_not_fit_is_one_json_object_with_its_error(too_small) -
     assert found["exit_code"] == 3
     assert done.stderr.strip().splitlines()[-1] == f"error: {found['error']}"
     assert found["device_nbytes"] == sum(found["device"].values()) > 500 * 2**10
+
+
+def test_smaller_tiles_are_advised_before_what_changes_the_run(slideformer, yaml_for) -> None:
+    """The output projection passes in slices of one tile each, with an fp32 sum: 12 bytes of the GPU an element."""
+    sizes = {"model_name_or_path": MODEL, "max_length": 1024, "tile_numel": 16 << 20, "grad_slots": 1}
+    config = yaml_for(device="cuda", **sizes, max_gpu_memory="760MiB", max_host_memory="100GiB")
+    done = slideformer("plan", config)
+    assert done.returncode == 3
+    change = done.stderr.strip().rpartition("Cheapest change that makes it fit: ")[2]
+    assert re.fullmatch(r"tile_numel: (8388608|4194304)", change), done.stderr
+    assert slideformer("plan", config, change.replace(": ", "=")).returncode == 0
+    last = slideformer("plan", config, "tile_numel=4194304", "max_gpu_memory=600MiB").stderr.strip().splitlines()[-1]
+    assert "tile_numel" not in last, "which are no smaller than that"

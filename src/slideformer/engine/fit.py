@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -135,15 +136,16 @@ def require_fit(
     device = min(limits, default=None)
     host = Limit(options.max_host_memory or 0, "max_host_memory") if elsewhere else host_room(options.max_host_memory)
 
-    def excess_of(trial: EngineOptions) -> tuple[int, int]:
+    def excess_of(cut: _Cut) -> tuple[int, int]:
+        trial, smaller = cut.options, replace(layout, tile_numel=cut.tile_numel)
         share = (trial.micro_batch_size * trial.max_length) / (options.micro_batch_size * options.max_length)
         scaled = None if costs is None else costs.of_share(share)
-        trial_budget = placed(budget_of(layout, trial, hidden_size=hidden_size, dtype=dtype, costs=scaled))
+        trial_budget = placed(budget_of(smaller, trial, hidden_size=hidden_size, dtype=dtype, costs=scaled))
         on_device, on_host = trial_budget.excess(device, host)
         return max(on_device, 0), max(on_host, 0)
 
     try:
-        placed(found).require(device, host, advice=lambda: _advice(options, excess_of))
+        placed(found).require(device, host, advice=lambda: _advice(_Cut(options, layout.tile_numel), excess_of))
     except DoesNotFit as error:
         if not options.ignore_memory_limits:
             raise
@@ -151,7 +153,19 @@ def require_fit(
     return found
 
 
-_CHEAPER: tuple[Callable[[EngineOptions], EngineOptions], ...] = (
+LEAST_TILE = 4 << 20
+"""Elements of a tile, at least, where smaller ones are advised: as bf16 8 MiB, which cross the link as fast as larger
+pieces (4 MiB at 53 GB/s, the rest at 55; H200, 2026-11-30)."""
+
+
+class _Cut(NamedTuple):
+    """Options, and the tiles that the layout is cut into."""
+
+    options: EngineOptions
+    tile_numel: int
+
+
+_ONLY_SPEED: tuple[Callable[[EngineOptions], EngineOptions], ...] = (
     lambda o: replace(o, ahead=()),
     lambda o: replace(o, late=()),
     lambda o: replace(o, resident=(), keep=()),
@@ -159,6 +173,8 @@ _CHEAPER: tuple[Callable[[EngineOptions], EngineOptions], ...] = (
     lambda o: replace(o, saved_on_device=0),
     lambda o: replace(o, window=1),
     lambda o: replace(o, ring=min(o.ring, 2)),
+)
+_THE_RUN: tuple[Callable[[EngineOptions], EngineOptions], ...] = (
     lambda o: (
         replace(o, micro_batch_size=-(-o.micro_batch_size // 2), micro_batches=2 * o.micro_batches)
         if o.micro_batch_size > 1
@@ -167,6 +183,17 @@ _CHEAPER: tuple[Callable[[EngineOptions], EngineOptions], ...] = (
     lambda o: replace(o, update="eager", max_grad_norm=0.0, on_nonfinite="stop"),
     lambda o: replace(o, micro_batches=-(-o.micro_batches // 2)),
     lambda o: replace(o, max_length=-(-o.max_length // 2)),
+)
+
+
+def _of_options(change: Callable[[EngineOptions], EngineOptions]) -> Callable[[_Cut], _Cut]:
+    return lambda cut: cut._replace(options=change(cut.options))
+
+
+_CHEAPER: tuple[Callable[[_Cut], _Cut], ...] = (
+    *map(_of_options, _ONLY_SPEED),
+    lambda cut: cut._replace(tile_numel=max(cut.tile_numel // 2, min(cut.tile_numel, LEAST_TILE))),
+    *map(_of_options, _THE_RUN),
 )
 """Each takes one step towards less memory; cheapest first: those that cost only speed, then what changes the run."""
 
@@ -195,13 +222,13 @@ _WORDS = {"saved_on_device": "cpu", "resident": "stream", "ahead": "none"}
 """What a config says for the value that takes least."""
 
 
-def _advice(options: EngineOptions, excess_of: Callable[[EngineOptions], tuple[int, int]]) -> str:
+def _advice(given: _Cut, excess_of: Callable[[_Cut], tuple[int, int]]) -> str:
     """The cheapest changes that make it fit, or that nothing does. excess_of: bytes too many on device and host."""
 
-    def excess_nbytes(trial: EngineOptions) -> int:
+    def excess_nbytes(trial: _Cut) -> int:
         return sum(excess_of(trial))
 
-    changed, excess = options, excess_nbytes(options)
+    changed, excess = given, excess_nbytes(given)
     for cheaper in _CHEAPER:
         while excess > 0:
             trial = cheaper(changed)
@@ -209,6 +236,7 @@ def _advice(options: EngineOptions, excess_of: Callable[[EngineOptions], tuple[i
             if trial_excess >= excess:
                 break
             changed, excess = trial, trial_excess
+    options = given.options
     if excess > 0:
         helps = options.offload_dir is None and excess_of(changed)[1] > 0  # what is on the device lies on no disk
         disk = "give offload_dir, a folder on a fast disk, " if helps else ""
@@ -216,18 +244,28 @@ def _advice(options: EngineOptions, excess_of: Callable[[EngineOptions], tuple[i
             f"With every setting at its smallest it is still {size(excess)} too much: {disk}use a smaller model, "
             "freeze parameters, or take a machine with more memory"
         )
-    for fields in _TOGETHER:  # some early change may not be needed after a later, larger one
-        kept = replace(changed, **{f: getattr(options, f) for f in fields})
-        if kept != changed and excess_nbytes(kept) <= 0:
-            changed = kept
-    before, after = (o.micro_batch_size * o.micro_batches for o in (options, changed))
+    changed = _needed(given, changed, excess_nbytes)
+    before, after = (cut.options.micro_batch_size * cut.options.micro_batches for cut in (given, changed))
     another = "" if after == before else f", with {after} instead of {before} rows a step"
-    return f"Cheapest change that makes it fit{another}: {', '.join(_differences(options, changed))}"
+    return f"Cheapest change that makes it fit{another}: {', '.join(_differences(given, changed))}"
 
 
-def _differences(old: EngineOptions, new: EngineOptions) -> Iterator[str]:
+def _needed(given: _Cut, changed: _Cut, excess_nbytes: Callable[[_Cut], int]) -> _Cut:
+    """Without those changes that are not needed after a later, larger one."""
+    for fields in _TOGETHER:
+        as_given = {name: getattr(given.options, name) for name in fields}
+        trial = changed._replace(options=replace(changed.options, **as_given))
+        if trial != changed and excess_nbytes(trial) <= 0:
+            changed = trial
+    trial = changed._replace(tile_numel=given.tile_numel)
+    return trial if trial != changed and excess_nbytes(trial) <= 0 else changed
+
+
+def _differences(given: _Cut, new: _Cut) -> Iterator[str]:
     for name in (f for fields in _TOGETHER for f in fields):
-        value = getattr(new, name)
-        if value != getattr(old, name) and name not in ("late", "keep"):  # no user sets these
+        value = getattr(new.options, name)
+        if value != getattr(given.options, name) and name not in ("late", "keep"):  # no user sets these
             shown = _WORDS.get(name) or (f"{value:g}" if isinstance(value, float) else value)
             yield f"{_CONFIG_KEYS.get(name, name)}: {shown}"
+    if new.tile_numel != given.tile_numel:
+        yield f"tile_numel: {new.tile_numel}"
