@@ -196,9 +196,11 @@ class Ours:
 
     def _host_nbytes(self, settings: Settings) -> int:
         from shapes import shape
+        from slideformer.memory import available_nbytes
 
         a_parameter = HOST_NBYTES[settings.update or "eager"]
-        return int(a_parameter * step.num_params(shape(settings.shape, num_layers=settings.num_layers)))
+        wanted = int(a_parameter * step.num_params(shape(settings.shape, num_layers=settings.num_layers)))
+        return min(wanted, available_nbytes())  # some of it may be for the disk
 
     def measure(self, settings: Settings) -> dict[str, object]:
         from cases.ours import measure

@@ -3,18 +3,19 @@
     python benchmarks/disk.py --folder FOLDER [--gib 2] [--block-mib 1] [--seconds 30] --out disk.jsonl
 
 Each of `read`, `write` and `mix` (half read while the other half is written) is measured in rounds, everything once a
-round, for about so many seconds:
+round, in an order that turns with every round, for about so many seconds:
 
-- `loop-*`: threads that each move blocks of their own, with O_DIRECT and nothing else: what the disk gives.
+- `loop-*`: threads that each move blocks of their own, with O_DIRECT and nothing else: what the disk gives; with
+  --sustain, `loop-mix-long` for so many seconds on end, since a disk may be faster for a moment.
 - `store-*`: slideformer's files, a lane that reads and a lane that writes, extents of --extent-mib, headers and sums;
   `unsummed-*`: the same without sums, so that their cost is seen.
 - `gds-*`, with --cuda: the same from and to GPU memory through kvikio, `gds` says whether really or emulated;
   `bounce-*`: through page-locked host memory, one copy after the other.
-- `threads-*`, `io_uring-*`: the same blocks from C++ (disk_engines.cpp), where there is a compiler.
+- `threads-*`, `io_uring-*` (`engines`): the same blocks from C++ (disk_engines.cpp), where there is a compiler.
 
 One JSON line each. `ratio` is the rate over that of `loop` or `threads`, whichever is faster; `page_cache_mib` what the
 system's cache grew by in the first round. Cases that end in `-busy` run beside a thread that keeps Python's interpreter
-to itself. All use as much memory in turn. Files are removed.
+to itself. All use as much memory in turn. Files are removed. --only: some of loop, store, unsummed, busy and engines.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ MIB = 2**20
 ALIGNED = 4096
 STORES = ("store", "unsummed", "gds", "bounce")
 KINDS = ("write", "read", "mix")
+PARTS = ("loop", "store", "unsummed", "busy", "engines")
+LONG = "loop-mix-long"
 ENGINES = Path(__file__).with_name("disk_engines.cpp")
 
 
@@ -115,6 +118,13 @@ class Loop:
             "mix": [*(s.read for s in self.shares[:half]), *(s.write for s in self.shares[half:])],
         }
         return timed(works[kind])
+
+    def sustain(self, seconds: float) -> tuple[float, int]:
+        """(seconds, passes) of `mix`, again and again for at least so long."""
+        took, passes = 0.0, 0
+        while took < seconds:
+            took, passes = took + self.run("mix"), passes + 1
+        return took, passes
 
 
 def cuts(blocks: int, threads: int, block: int) -> list[tuple[int, int]]:
@@ -227,7 +237,7 @@ def measure(args: argparse.Namespace, inside: Path) -> tuple[dict[str, list[floa
         raise SystemExit(f"{args.gib} GiB are not two extents, or two blocks a thread: raise --gib or lower the others")
     moved = {"store": nbytes // (2 * extent) * 2 * extent, "loop": nbytes // (2 * block) * 2 * block}
     sizes = (moved["loop"], block, args.threads, 4 * extent)  # two buffers for each lane of the store
-    program = compiled(inside)
+    program = compiled(inside) if "engines" in args.only else None
     took: dict[str, list[float]] = {}
     grown: dict[str, float] = {}
     ends = time.perf_counter() + args.seconds
@@ -238,27 +248,32 @@ def measure(args: argparse.Namespace, inside: Path) -> tuple[dict[str, list[floa
             made = DiskFolder(inside / name, threads=args.threads, block_nbytes=block, sums=sums, gds=gds)
             return opened.enter_context(made)
 
-        folders = {"store": folder("store"), "unsummed": folder("unsummed", sums=False)}
+        folders = {name: folder(name, sums=name == "store") for name in ("store", "unsummed") if name in args.only}
         stores = {name: Store(one, moved["store"], extent) for name, one in folders.items()}
         if args.cuda:
             folders |= {"gds": folder("gds", gds=True), "bounce": folder("bounce")}
             stores["gds"] = Store(folders["gds"], moved["store"], extent, "cuda")
             stores["bounce"] = Bounce(folders["bounce"], moved["store"], extent)
-        last = 0.0
+        last, order = 0.0, [*({"loop": loop} if "loop" in args.only else {}).items(), *stores.items()]
         while not took or time.perf_counter() + last < ends:
             began = time.perf_counter()
             for kind in KINDS:
-                for name, one in (("loop", loop), *stores.items()):
+                for name, one in order:
                     before = page_cache_nbytes()
                     took.setdefault(f"{name}-{kind}", []).append(one.run(kind))
                     grown.setdefault(f"{name}-{kind}", round((page_cache_nbytes() - before) / MIB, 1))
-            with busy():
-                for name, one in (("loop", loop), ("store", stores["store"])):
-                    took.setdefault(f"{name}-mix-busy", []).append(one.run("mix"))
+            order.reverse()
+            if "busy" in args.only:
+                with busy():
+                    for name, one in (("loop", loop), ("store", stores["store"])):
+                        took.setdefault(f"{name}-mix-busy", []).append(one.run("mix"))
             if program is not None:
                 for case, seconds in engines(program, inside / "blocks", *sizes).items():
                     took.setdefault(case, []).append(seconds)
             last = time.perf_counter() - began
+        if args.sustain:
+            seconds, passes = loop.sustain(args.sustain)
+            took[LONG], moved[LONG] = [seconds], passes * moved["loop"]
         facts = {"direct": all(one.direct for one in folders.values()), "gds": None}
         if args.cuda:
             facts["gds"] = "real" if folders["gds"].gds.real else "emulated"
@@ -274,17 +289,22 @@ def main() -> None:
     parser.add_argument("--extent-mib", type=float, default=64.0)
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=30.0, help="at least one round is done")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
+    parser.add_argument("--sustain", type=float, help="seconds of the loop's mix on end")
     parser.add_argument("--cuda", action="store_true", help="also from and to a GPU's memory; needs kvikio")
     parser.add_argument("--run", help="id of the call that this belongs to")
     parser.add_argument("--out", help="file that lines are added to")
     args = parser.parse_args()
+    if "busy" in args.only and "store" not in args.only or not {"loop", "store"} & set(args.only):
+        parser.error("--only: without loop and store there is nothing to compare with, and busy needs store")
     common = shared("disk", args.run or new_run(), sys.argv)
     with tempfile.TemporaryDirectory(dir=args.folder) as inside:
         took, grown, moved, facts = measure(args, Path(inside))
-    nbytes = {case: moved["store" if case.startswith(STORES) else "loop"] for case in took}
+    nbytes = {case: moved.get(case, moved["store" if case.startswith(STORES) else "loop"]) for case in took}
     rates = {case: nbytes[case] / statistics.median(times) for case, times in took.items()}
     for case, times in took.items():
-        name, kind = case.split("-", 1)
+        name, kind = case.removesuffix("-long").split("-", 1)
+        plain = [rates[each] for each in (f"loop-{kind}", f"threads-{kind}") if each in rates]
         line = {
             "case": case,
             "cpu_threads": args.threads,
@@ -296,7 +316,7 @@ def main() -> None:
             "steps": len(times),
             "step_s": spread(times),
             "gbps": round(rates[case] / 1e9, 3),
-            "ratio": round(rates[case] / max(rates[f"loop-{kind}"], rates.get(f"threads-{kind}", 0)), 3),
+            "ratio": round(rates[case] / max(plain), 3) if plain else None,
             "page_cache_mib": grown.get(case),
             "host_peak_gib": host_peak_gib(),
         }

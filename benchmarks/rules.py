@@ -148,7 +148,7 @@ def _work(line: Line) -> Iterator[str]:
     if line.get("disk_bytes") != line.get("plan_disk_bytes"):  # lines from before there was a disk have neither
         yield f"{line['disk_bytes']} bytes were read from disk and written, the plan has {line['plan_disk_bytes']}"
     if line["case"] == "ours-streamed":
-        params -= _untied_table(line["shape"])
+        params -= line.get("untied_table_params", _untied_table(line["shape"]))
         for way, least in (("up", STREAMED_UP), ("down", STREAMED_DOWN)):
             if moved[way] < least * params:
                 yield f"{moved[way] / params:.2f} bytes a parameter went {way}; streamed, at least {least:g} do"
@@ -193,7 +193,8 @@ def loss_difference(line: Line, other: Line) -> float:
 
 
 def _untied_table(name: str) -> int:
-    """Parameters of the input embedding where the output projection is another matrix; of a shape that has a name."""
+    """Parameters of the input embedding where the output projection is another matrix; of a shape that has a name. For
+    lines that do not say it themselves."""
     if name not in NAMES:
         return 0
     config = shape(name)

@@ -26,7 +26,7 @@ from cases import MODULES, NotHere, Settings, measure, missing, parse_case
 BESIDE = {
     "optimizer": ["optimizer.py", "--only-native", "--numel", str(1 << 29)],
     "link": ["link.py"],
-    "disk": ["disk.py", "--folder", ".", "--gib", "1", "--seconds", "10"],
+    "disk": "disk.py --folder . --gib 4 --seconds 0 --only loop store --sustain 20".split(),
 }
 """Benchmarks that share a call's `run`. 2^29 parameters are 7 GB of state and gradient, far beyond any cache; the disk
 is that of the working folder, where --offload-dir should be."""
@@ -233,6 +233,7 @@ def describe(settings: Settings, measured: dict[str, object]) -> dict[str, objec
 
     config = shape(settings.shape, num_layers=settings.num_layers)
     median = measured["step_s"]["median"]
+    table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     return {
         "case": settings.case,
         "shape": Path(settings.shape.removesuffix("/config.json")).name,
@@ -246,6 +247,7 @@ def describe(settings: Settings, measured: dict[str, object]) -> dict[str, objec
         "steps": settings.steps,
         **measured,
         "params": num_params(config),
+        "untied_table_params": table,
         "tokens_per_second": round(settings.batch * settings.seq / median, 1),
         "tflops": float(f"{model_flops(config, settings.batch, settings.seq) / median / 1e12:.4g}"),
     }

@@ -61,7 +61,7 @@ def by_hand(layout: Layout, options: EngineOptions) -> dict[str, EngineOptions]:
     found["all resident, all kept"] = replace(nothing, resident=everything, keep=tuple(layout.blocks))
     if options.update == "eager":
         for share in (4, 2):
-            late = layout.blocks[options.window :: share]
+            late = layout.blocks[options.slots :: share]
             found[f"inputs stay, every {share}th late"] = replace(nothing, saved_on_device=None, late=late)
     return found
 

@@ -94,14 +94,15 @@ def targets(lines: Sequence[Line]) -> Iterator[Target]:
 
 def _on_disk(name: str, line: Line, steps: dict[str, Line], rates: dict[str, float]) -> Iterator[Target]:
     """A step is as long as the slowest of disk, host and GPU. rates: bytes a second of the plain loop, at which the
-    disk's time is that of the step's bytes."""
+    disk's time is that of the step's bytes; both ways at once, as it goes on for a while, where that is known."""
     yield Target(f"{name}, direct I/O", float(line["direct"]), 1.0, True)
     yield Target(f"{name}, MiB by which the page cache grew", line["page_cache_mib"], PAGE_CACHE_MIB)
     if not {"loop-read", "loop-write", "loop-mix"} <= rates.keys():
         return
     read, written = line["disk_bytes"]
     both = min(read, written)
-    disk_s = 2 * both / rates["loop-mix"] + (read - both) / rates["loop-read"] + (written - both) / rates["loop-write"]
+    mix = rates.get("loop-mix-long", rates["loop-mix"])
+    disk_s = 2 * both / mix + (read - both) / rates["loop-read"] + (written - both) / rates["loop-write"]
     lanes = {lane: share * _s(line) for lane, share in line["busy"].items() if not lane.startswith("disk")}
     longest = max({**lanes, "disk": disk_s}.items(), key=lambda lane: lane[1])
     text = f"{name} over the longest of its lanes ({longest[0]}, {longest[1]:.3g} s)"

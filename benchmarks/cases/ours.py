@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ from slideformer.engine.costs import disk_traffic
 from slideformer.engine.options import CONTENTS
 from slideformer.layout import Layout
 from slideformer.model.decoder import Decoder
-from slideformer.schedule import OpKind
+from slideformer.schedule import OpKind, Timeline
 from traffic import copies, our_updates
 
 DEFAULTS: dict[str, object] = {"grad_slots": 2, "ring": 8}
@@ -198,12 +197,12 @@ def _steps(engine: Engine, device: Device, settings: Settings) -> dict[str, obje
 
 
 def _busy(results: list[StepResult], times: list[float]) -> dict[str, float]:
-    """Share of the last steps' time that each lane worked. times: ends of all steps."""
+    """Share of the last steps' time that each lane worked. times: ends of all steps. Together: lanes of the disk may
+    work for two steps at once."""
     num = min(len(results), len(times) - 1)
-    total: Counter[str] = Counter()
-    for result in results[-num:]:
-        total.update({str(lane): seconds for lane, seconds in result.busy_s().items()})
-    return {lane: round(seconds / (times[-1] - times[-1 - num]), 3) for lane, seconds in total.items()}
+    spans = [span for result in results[-num:] for span in result.timeline().spans]
+    length = times[-1] - times[-1 - num]
+    return {lane: round(seconds / length, 3) for lane, seconds in Timeline(tuple(spans)).worked_s().items()}
 
 
 def _batch(engine: Engine, settings: Settings, index: int) -> list[MicroBatch]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import benchmarks.toys  # noqa: F401  puts the scripts on the path
-from cases.ours import _sizes
+from cases.ours import _busy, _sizes
 from lanes import Sizes, dram_gbps, parts_s
 from shapes import random_tokens, shape
 from slideformer.data.batches import MicroBatch
 from slideformer.engine import EngineOptions
 from slideformer.model.decoder import Decoder
-from slideformer.schedule import OpKind, Timeline, build_step
+from slideformer.schedule import Op, OpKind, Timeline, build_step
+from slideformer.schedule.ops import LaneName
 from slideformer.schedule.simulate import Span
 
 DECODER = Decoder(shape("tiny"), dtype=torch.bfloat16, tile_numel=4096, device=torch.device("cpu"))
@@ -102,3 +104,19 @@ def test_rows_that_a_batch_touches_are_counted_once():
     tokens = random_tokens(0, 4, 16, 512)
     sizes = _sizes(Engine(), [MicroBatch(part, part) for part in tokens.split(2)])
     assert sizes.num_rows == len(set(tokens.flatten().tolist())) and sizes.hidden_nbytes == 2 * 16 * 64 * 2
+
+
+def test_lanes_of_the_disk_that_work_for_two_steps_at_once_are_busy_once():
+    read, write, compute = (
+        Op(OpKind.READ_STATE, LaneName.DISK_READ, ()),
+        Op(OpKind.WRITE_STATE, LaneName.DISK_WRITE, ()),
+        Op(OpKind.FORWARD, LaneName.COMPUTE, ()),
+    )
+
+    def step(at: float) -> SimpleNamespace:
+        """Of one second: reads from its beginning, and writes until long after its end."""
+        spans = Span(read, 0, at, at + 0.6), Span(compute, 0, at, at + 0.5), Span(write, 0, at + 0.7, at + 1.5)
+        return SimpleNamespace(timeline=lambda: Timeline(spans))
+
+    steps = [step(at) for at in (0.0, 1.0, 2.0)]
+    assert _busy(steps, [0.5, 1.5, 2.5, 3.5]) == {"compute": 0.5, "disk": round((0.6 + 0.8 * 2 + 0.2 + 0.8) / 3, 3)}

@@ -58,6 +58,9 @@ def test_a_step_on_disk_is_held_to_the_slowest_of_disk_host_and_gpu(changes, mis
     name = "ours-streamed+disk:eager"
     told = [t for t in targets([*RATES, line, {**line, **on_disk, **changes}]) if name in t.text]
     assert len(told) == 4
+    long = {**DISK, "case": "loop-mix-long", "gbps": 1.0}  # what it gives for longer: 3 GB take a second more
+    (slowest,) = (t for t in targets([*RATES, long, {**line, **on_disk}]) if f"{name} over the longest" in t.text)
+    assert "(disk, 4 s)" in slowest.text
     assert [t.text.removeprefix(name).lstrip(", ") for t in told if not t.met] == missed
 
 
@@ -104,6 +107,16 @@ def test_a_line_that_does_not_add_up_is_rejected_with_the_sentence(call, sentenc
     captured = capsys.readouterr()
     assert sentence in captured.err and "does not add up: run a-run ours-streamed: " in captured.err
     assert "ours-streamed:eager" not in captured.out
+
+
+def test_a_table_of_which_rows_cross_the_link_counts_for_nothing(call):
+    line = call[-1]
+    line["untied_table_params"] = 10_000
+    for way, each in (("up", 3.0), ("down", 2.0)):
+        line["bytes"][way] = line["plan_bytes"][way] = each * (line["params"] - 10_000)
+    assert sift(call)[1] == []
+    line["untied_table_params"] = 9_000
+    assert len(sift(call)[1]) == 2
 
 
 def large(case: str, median: float, **changes: object) -> dict:

@@ -68,6 +68,26 @@ def test_disk_measures_the_store_beside_a_loop_and_leaves_nothing(monkeypatch, t
     assert list((tmp_path / "d").iterdir()) == []
 
 
+def test_disk_measures_the_loop_for_as_long_as_it_is_told_and_only_what_it_is_told(monkeypatch, tmp_path):
+    sizes = ("--gib", "0.002", "--block-mib", "0.0625", "--extent-mib", "0.25", "--threads", "2", "--seconds", "0")
+    words = ("--folder", str(tmp_path), *sizes, "--only", "loop", "store", "--sustain", "0.3")
+    lines = called(monkeypatch, disk, tmp_path / "d.jsonl", *words)
+    cases = [f"{name}-{kind}" for kind in ("write", "read", "mix") for name in ("loop", "store")]
+    assert [line["case"] for line in lines] == [*cases, "loop-mix-long"]
+    once, long = (next(line for line in lines if line["case"] == case) for case in ("loop-mix", "loop-mix-long"))
+    assert long["step_s"]["median"] >= 0.3 and long["nbytes"] % once["nbytes"] == 0 and long["nbytes"] > once["nbytes"]
+    assert long["gbps"] == pytest.approx(long["nbytes"] / long["step_s"]["median"] / 1e9, rel=0.01, abs=0.001)
+    assert long["ratio"] == pytest.approx(long["gbps"] / once["gbps"], rel=0.05)
+
+
+def test_disk_that_compares_with_nothing_is_refused(monkeypatch, tmp_path):
+    for only in (["busy", "loop"], ["engines"]):
+        monkeypatch.setattr("sys.argv", ["disk.py", "--folder", str(tmp_path), "--only", *only])
+        with pytest.raises(SystemExit) as ended:
+            disk.main()
+        assert ended.value.code == 2
+
+
 def test_host_memory_is_measured_in_processes_of_their_own_and_falls_from_the_run_without(tmp_path):
     (tmp_path / "d").mkdir()
     sizes = "--shape tiny --num-layers 2 --seq 16 --steps 1 --device cpu --cpu-threads 1 --tile-numel 4096".split()
