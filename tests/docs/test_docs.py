@@ -151,6 +151,7 @@ TRIGGERS: dict[str, list[str]] = {  # heading of troubleshooting.md -> words tha
     ],
     "has checkpoints of an earlier run": SAVING,
     "cannot be continued with this config": [*SAVING, "resume=auto", "learning_rate=1"],
+    "the last bits may differ from an unbroken run's": [*SAVING, "resume=auto", "attn_implementation=eager"],
     "gets nothing more of this run": ["report_to=tensorboard"],
     "batches are cut from encoded rows inside the run": ["num_workers=4"],
     "but offload_dir is not given": ["offload_optimizer=nvme"],
@@ -159,12 +160,17 @@ TRIGGERS: dict[str, list[str]] = {  # heading of troubleshooting.md -> words tha
     "would pass max_disk_writes": [*TIER, "max_disk_writes=4MB", "max_steps=9"],
     "filling offload_dir and 2 steps write": [*TIER, "max_disk_writes=1MB"],
 }
-AFTER_A_RUN = ("has checkpoints of an earlier run", "cannot be continued with this config")
+AFTER_A_RUN = (
+    "has checkpoints of an earlier run",
+    "cannot be continued with this config",
+    "the last bits may differ from an unbroken run's",
+)
 CODES = {
     "this run needs": 3,
     "Look at these rows, lower learning_rate": 1,
     "would pass max_disk_writes": 1,
     "gets nothing more of this run": 0,
+    "the last bits may differ from an unbroken run's": 0,
     "batches are cut from encoded rows inside the run": 0,
 }
 ELSEWHERE = {  # tried where they are made
