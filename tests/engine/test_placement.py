@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from slideformer.engine import EngineOptions
 from slideformer.engine.costs import ASSUMED, Costs, assumed
 from slideformer.engine.fit import budget_of, require_fit
 from slideformer.engine.offload import spread
-from slideformer.engine.placement import Room, place
+from slideformer.engine.placement import SLICED_OVER, Room, place
 from slideformer.errors import BadInput, DoesNotFit
+from slideformer.model.decoder import Decoder
+from slideformer.model.folder import read_config
 
 AUTO = {"saved_on_device": "auto", "resident": "auto", "keep": "auto", "late": "auto"}
 LARGE = 2**40
@@ -75,6 +78,24 @@ def test_slices_are_taken_where_they_save_more_than_measurements_differ_by(scale
     whole_s, sliced_s = (here.step_s(place(one)) for one in by_hand)
     assert at_least < whole_s / sliced_s < at_least + 0.1
     assert place(here).sliced_head is slices
+
+
+MODELS = Path(__file__).parents[1] / "recipes" / "models"
+
+
+@pytest.mark.parametrize("program", [EAGER, {"update": "deferred"}], ids=["eager", "deferred"])
+def test_slices_are_tried_where_the_whole_projection_would_be_resident(program):
+    """The state of a 1B model's projection takes as much as that of four blocks, and slices cross twice a step."""
+    decoder = Decoder(read_config(MODELS / "Llama-3.2-1B"), dtype=torch.bfloat16, tile_numel=1 << 24)
+    options = EngineOptions(micro_batch_size=4, max_length=1024, **AUTO, **program)
+    costs = assumed(decoder.layout, options.batch_shape(decoder.hidden_size, torch.bfloat16), ASSUMED["cuda"])
+    here = Room(decoder.layout, options, costs, decoder.hidden_size, torch.bfloat16, 10 << 30)
+    whole, sliced = (place(replace(here, options=replace(options, sliced_head=value))) for value in (False, True))
+    assert decoder.layout.output in whole.resident
+    assert here.step_s(sliced) * SLICED_OVER < here.step_s(whole)
+    assert place(here) == sliced
+    given = replace(options, resident=(decoder.layout.output,))
+    assert place(replace(here, options=given)).sliced_head is False
 
 
 def sizes_of(decoder) -> dict:

@@ -38,10 +38,9 @@ BLOCK_SHARES = (0.9, 0.75, 0.5)
 """Of the resident blocks that have room."""
 
 SLICED_OVER = 1.05
-"""How much faster the clock must find a sliced head, whose matrix crosses twice, where the whole has room too: two
-starts of one run should choose alike. Costs that differ by 3% change the ratio by up to 0.05 where compute sets the
-pace and it is near 1 (3B at 16 x 1024 in 16 GiB: 0.97 to 1.04), and by 0.01 where updates do and it is 1.07 to 1.2
-(1B and 3B at 4 x 1024 in 6 to 16 GiB); by the clock with an H200's rates, 2026-11-30."""
+"""How much faster the clock must find a sliced head, where the whole has room too: starts of one run should choose
+alike. Costs that differ by 3% change the ratio by 0.05 where compute sets the pace (3B, 16 x 1024, 16 GiB: 0.97 to
+1.04), by 0.01 where updates do (1B, 3B, 4 x 1024, 6 to 16 GiB: 1.07 to 1.2); by the clock, H200's rates, 2026-11-30."""
 
 TRIED_TILES, FEW_TRIALS = 20_000, 10
 """Tiles of the plans that are simulated, together: 40 plans of an 8B model, two seconds of one core. Where that is no
@@ -131,7 +130,7 @@ def _beside_the_window(room: Room) -> EngineOptions:
     if room.costs.head is None or room.used(whole) > room.limit:
         return _placed(room, whole if room.layout.output in base.resident else sliced)
     found = _placed(room, whole)
-    if room.layout.output in found.resident or _Trials(room).few:
+    if room.layout.output in base.resident or len(found.resident) == len(room.layout.units) or _Trials(room).few:
         return found
     other = _placed(room, sliced)  # which leaves more to other things
     return other if room.step_s(other) * SLICED_OVER < room.step_s(found) else found
