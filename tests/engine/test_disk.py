@@ -51,7 +51,7 @@ def test_every_combination_of_contents_equals_the_sequential_loop(contents, prog
 @pytest.mark.parametrize("ring", [1, 3])
 def test_everything_on_disk_with_saved_inputs_and_micro_batches(dtype, tied, ring, tmp_path):
     decoder = toy_decoder(tied=tied, dtype=dtype)
-    where = {"disk": on_disk(decoder), "saved_on_device": 0, "saved_on_disk": 3, "disk_ring": ring}
+    where = {"disk": on_disk(decoder), "saved_on_device": 0, "saved_on_disk": 3, "saved_over": 7, "disk_ring": ring}
     same_as_sequential(decoder, tmp_path / "disk", micro_batches=2, **where, **EAGER)
 
 

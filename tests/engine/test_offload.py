@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.toys import EAGER, plans_of, toy_decoder, toy_options
+from engine.toys import EAGER, plans_of, tiny_decoder, toy_decoder, toy_options
 from slideformer.engine import Offload
 from slideformer.engine.costs import Rates, assumed
 from slideformer.engine.fit import budget_of, listed
@@ -16,6 +16,8 @@ from slideformer.engine.options import RING_PLACES
 from slideformer.engine.read_ahead import DEPTHS, GAIN, LEAST_BLOCKS, Tried, cut, step_s
 from slideformer.engine.settle import budgets_of, deepened, with_disk
 from slideformer.layout import UnitKind
+from slideformer.schedule import Place
+from slideformer.schedule.ops import DISK_LANES, LaneName
 
 NOTHING = Offload(0.0, 0.0, 0.0)
 HERE = {"offload_dir": "somewhere", "saved_on_device": 0, "micro_batches": 2, "disk_ring": 1}
@@ -61,6 +63,42 @@ def test_the_host_gives_up_the_share_to_the_unit_that_comes_nearest(share):
         assert abs(kept - (1 - share) * all_of) <= itemsize * largest / 2 + 64 * len(decoder.layout.units)
     saved = whole["saved inputs"]
     assert found.get("saved inputs", 0) == pytest.approx((1 - share) * saved, abs=saved / 8)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_saved_inputs_on_disk_lie_evenly_over_all_that_are_spilled(share):
+    decoder = tiny_decoder(dtype=torch.bfloat16, blocks=24)
+    options = toy_options(offload=replace(NOTHING, saved=share), **{**HERE, **EAGER, "micro_batches": 1})
+    found = with_disk(options, decoder, "cuda", budgets_of(decoder, None), 2**50)
+    spilled, positions = (
+        {b.index[0] for op in plans_of(decoder.layout, o, decoder.dtype)[0].ops for b in saved_of(op, lanes)}
+        for o, lanes in ((replace(found, saved_on_disk=0), LaneName), (found, DISK_LANES))
+    )
+    num = len(spilled)
+    assert num >= 20 and found.saved_over == num and found.saved_on_disk == round(share * num)
+    evenly = {-(-i * num // found.saved_on_disk) for i in range(found.saved_on_disk)}
+    assert positions in (evenly, evenly - {max(evenly)}), "the last may never leave its ring"
+
+
+def saved_of(op, lanes) -> list:
+    return [a.buffer for a in op.accesses if a.buffer.place is Place.SAVED and op.lane in lanes]
+
+
+def test_evenly_is_faster_by_the_clock_than_the_first_that_are_spilled():
+    decoder = tiny_decoder(dtype=torch.bfloat16, blocks=24)
+    options = toy_options(saved_on_device=0, offload_dir="somewhere", **{**EAGER, "micro_batches": 1})
+    shape = options.batch_shape(decoder.hidden_size, torch.bfloat16)
+    rates = Rates(1e15, link_nbytes=1e12, update_numel=1e15, host_nbytes=1e15, device_nbytes=1e15, disk_nbytes=1e9)
+    an_input_s = shape.micro_tokens * shape.hidden * 2 / rates.disk_nbytes
+    costs = assumed(decoder.layout, shape, rates)
+    blocks = tuple(replace(b, forward_s=0.3 * an_input_s, backward_s=0.6 * an_input_s) for b in costs.blocks)
+
+    def seconds(over: int) -> float:
+        given = replace(options, saved_on_disk=12, saved_over=over)
+        tried = Tried(decoder.layout, given, replace(costs, blocks=blocks))
+        return step_s(tried, 3, decoder.hidden_size, torch.bfloat16)[0]
+
+    assert seconds(24) < 0.9 * seconds(0)
 
 
 def test_blocks_on_disk_lie_evenly_over_the_model_and_the_table_goes_last():

@@ -110,6 +110,7 @@ def cases(draw: st.DrawFn, *, max_blocks: int = 5, training: bool | None = None)
         disk=tuple(sorted(disk)),
         disk_ring=draw(st.integers(1, 4)),
         saved_on_disk=draw(st.sampled_from([0, 1, 3, 99])),
+        saved_over=draw(st.sampled_from([0, 2, 5, 7])),
         gds=draw(st.booleans()),
         micro_batches=draw(st.integers(1, 4)),
         hidden_pool=draw(st.sampled_from([0, 1, 2, 3, 5, 8, 40])),

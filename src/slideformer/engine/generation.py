@@ -134,7 +134,7 @@ def beside_options(step: StepOptions, layout: Layout, shape: PassShape) -> PassO
     of_step = {f.name: getattr(step, f.name) for f in fields(step)}
     own = pass_options(shape, layout, window=step.window)
     of_passes = ("micro_batches", "hidden_pool", "hidden_ring", "fp32_compute", "first", "cached_on_device")
-    training = {"ahead": (), "late": (), "keep": (), "update": Update.EAGER, "saved_on_disk": 0}
+    training = {"ahead": (), "late": (), "keep": (), "update": Update.EAGER, "saved_on_disk": 0, "saved_over": 0}
     training["disk_ring"] = min(step.disk_ring, RING_PLACES)
     return PassOptions(**{**of_step, **training, **{name: getattr(own, name) for name in of_passes}})
 

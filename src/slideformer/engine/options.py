@@ -71,10 +71,11 @@ class EngineOptions:
     state is on the device, where they are updated ("all": every one). keep: blocks among them that are not run again
     in backward. disk: (content, unit) pairs that are in files of the folder offload_dir, a content being weight,
     residual, exp_avg or exp_avg_sq. saved_on_disk: of the hidden states beyond those on the device, how many go to
-    files, at most: the first of a step, which are needed last. offload: decides these two. disk_ring: tiles in each
-    ring between disk and host; "auto": as many as a step is faster for. gds: weights and saved inputs on disk go
-    straight to the device and back. keep_offload_dir: the files stay at the end. reuse_offload_dir: what a killed run
-    left there goes. beside_nbytes: what else will be taken beside the engine, on the device and on the host.
+    files, at most: evenly among the first saved_over of a step (0: as many). offload: decides these three.
+    disk_ring: tiles in each ring between disk and host; "auto": as many as a step is faster for. gds: weights and
+    saved inputs on disk go straight to the device and back. keep_offload_dir: the files stay at the end.
+    reuse_offload_dir: what a killed run left there goes. beside_nbytes: what else will be taken beside the engine,
+    on the device and on the host.
     """
 
     micro_batch_size: int = 1
@@ -105,6 +106,7 @@ class EngineOptions:
     keep: tuple[int, ...] | Literal["auto"] = ()
     disk: tuple[tuple[str, int], ...] = ()
     saved_on_disk: int = 0
+    saved_over: int = 0
     offload: Offload | None = None
     disk_ring: int | Literal["auto"] = "auto"
     gds: bool = False
@@ -215,5 +217,6 @@ class EngineOptions:
             disk=tuple((c, u) for c, u in self.disk if u not in resident and u not in ahead),
             disk_ring=self.ring_places,
             saved_on_disk=self.saved_on_disk,
+            saved_over=self.saved_over,
             gds=self.gds,
         )

@@ -121,6 +121,7 @@ def cut(whole: Tried) -> Tried:
         options,
         disk=tuple(sorted(disk)),
         saved_on_disk=-(-options.saved_on_disk * num // len(blocks)),
+        saved_over=-(-options.saved_over * num // len(blocks)),
         saved_on_device=on_device * num // len(blocks) if isinstance(on_device, int) else on_device,
         **{name: those(getattr(options, name)) for name in ("ahead", "late", "resident", "keep")},
     )

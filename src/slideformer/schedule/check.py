@@ -83,11 +83,14 @@ def _prove_positions(plan: Plan, layout: Layout, options: StepOptions) -> None:
 def _prove_lanes(plan: Plan, options: StepOptions) -> None:
     """The disk's lanes move what is on disk, and nobody else does."""
     disk = frozenset(options.disk)
+    num, positions = options.saved_on_disk, {b.index[0] for b in plan.buffers() if b.place is Place.SAVED}
+    over = max(options.saved_over, num)
+    apart = {-(-i * over // num) for i in range(min(num, over, max(positions, default=0) + 1))}  # the i-th of them
     for op in plan.ops:
         for buffer in (a.buffer for a in op.accesses if a.buffer.place in FILED):
             on_disk = (str(buffer.place), buffer.index[0]) in disk
             if buffer.place is Place.SAVED:
-                on_disk = buffer.index[0] < options.saved_on_disk
+                on_disk = buffer.index[0] in apart
             if on_disk != (op.lane in DISK_LANES):
                 is_there = f"is {'' if on_disk else 'not '}on disk"
                 raise PlanError(f"{op} touches {buffer} in lane {op.lane}, and that {is_there}")

@@ -99,7 +99,8 @@ class _Staging:
 
     def _is_on_disk(self, buffer: Buffer) -> bool:
         if buffer.place is Place.SAVED:
-            return buffer.index[0] < self._options.saved_on_disk
+            num, over = self._options.saved_on_disk, max(self._options.saved_over, self._options.saved_on_disk)
+            return buffer.index[0] < over and buffer.index[0] * num % over < num
         return buffer.place in STATE and (buffer.place, buffer.index[0]) in self._disk
 
     def _goes_straight(self, op: Op) -> bool:

@@ -24,10 +24,11 @@ class StepOptions:
     sliced_head: the output projection passes through the device tile by tile, twice.
     resident: units whose state is on the device; they are updated there and cross no link. keep: blocks among them that
     keep what backward needs from forward, instead of being run again.
-    disk: (content, unit) pairs, a content being weight, residual, exp_avg or exp_avg_sq, that are on disk. disk_ring:
-    places in each ring between disk and host. saved_on_disk: of what is spilled, so many positions, those that are
-    spilled first and needed last; the others are on the host. gds: weights and saved inputs go between disk and device
-    without passing the host; under fp32 compute only saved inputs, since weights are joined from two planes there.
+    disk: (content, unit) pairs, a content being weight, residual, exp_avg or exp_avg_sq, that are on disk.
+    disk_ring: places in each ring between disk and host. saved_on_disk: of what is spilled, so many positions,
+    evenly among the first saved_over (0: as many), so that neither spills nor fetches come to the disk all at once;
+    the others are on the host. gds: weights and saved inputs go between disk and device without passing the host;
+    under fp32 compute only saved inputs, since weights are joined from two planes there.
     """
 
     window: int = 2
@@ -46,6 +47,7 @@ class StepOptions:
     disk: tuple[tuple[str, int], ...] = ()
     disk_ring: int = 2
     saved_on_disk: int = 0
+    saved_over: int = 0
     gds: bool = False
 
     def __post_init__(self) -> None:
@@ -72,4 +74,6 @@ class StepOptions:
             raise ValueError(f"units {sorted(both)} are on disk, so they cannot be resident or have a second copy")
         if self.saved_on_disk < 0:
             raise ValueError(f"saved_on_disk is {self.saved_on_disk}, must be at least 0")
+        if self.saved_over < 0:
+            raise ValueError(f"saved_over is {self.saved_over}, must be at least 0")
         object.__setattr__(self, "update", Update(self.update))  # a plain "deferred" would compare equal, and not be it
