@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -25,10 +26,13 @@ from slideformer.engine.options import CONTENTS
 from slideformer.layout import Layout
 from slideformer.model.decoder import Decoder
 from slideformer.schedule import OpKind, Timeline
+from slideformer.schedule.ops import DISK_LANES
 from traffic import copies, our_updates
 
 DEFAULTS: dict[str, object] = {"grad_slots": 2, "ring": 8}
 LR = 1e-5
+LOOKED_AT = 3
+"""Steps whose lanes are read, the last ones."""
 EVERY = 1 << 30
 """More than there are."""
 
@@ -79,8 +83,7 @@ def measure(settings: Settings) -> dict[str, object]:
         if cuda and settings.gpu_limit_gib:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(settings.gpu_limit_gib * GIB / total)
-        square = torch.zeros(512, 512, device=device.torch_device)
-        (square @ square).sum().item()  # the context and the matrix library are not ours to count
+        _a_product(device)
         host_before, context_gib = host_peak_gib(), round(device_used() / GIB, 3)
         kernels, *without = settings.kernels.split("-")
         decoder = Decoder(
@@ -103,6 +106,13 @@ def measure(settings: Settings) -> dict[str, object]:
             measured |= _beside(engine, settings, page_cache_nbytes() - cached)
         before = {"host_before_gib": host_before, "context_gib": context_gib}
         return {**measured, **before, "kernels": decoder.kernels, "ready_s": ready_s}
+
+
+def _a_product(device: Device) -> None:
+    """The context and the matrix library are not ours to count, on the host; what that keeps on the device is."""
+    square = torch.zeros(512, 512, device=device.torch_device)
+    (square @ square).sum().item()
+    device.release_libraries()
 
 
 def _beside(engine: Engine, settings: Settings, cached_nbytes: int) -> dict[str, object]:
@@ -158,15 +168,15 @@ def _steps(engine: Engine, device: Device, settings: Settings) -> dict[str, obje
         marks.append(_marks(engine, device))
 
     for index, batch in enumerate(batches[:-1]):
-        results = [*results[-2:], engine.step(batch, lr=LR)]
+        results = [*results[-LOOKED_AT:], engine.step(batch, lr=LR)]
         if index:  # the step before: its results are read while this one is queued behind it
             finish(results[-2])
     finish(results[-1])
     took = [b - a for a, b in zip(times, times[1:], strict=False)][settings.warmup - 1 :]
     if settings.trace:
-        _write_trace(settings, results[-3:])
+        _write_trace(settings, results[-LOOKED_AT:])
     sizes = _sizes(engine, batches[-1])
-    timelines = [result.timeline() for result in results[-3:]]
+    timelines = [result.timeline() for result in results[-LOOKED_AT:]]
     engine.synchronize()
     disk_before = engine.disk_traffic
     memory = _memory(engine, device)  # before a step is counted: reading the driver's record takes host memory
@@ -197,12 +207,22 @@ def _steps(engine: Engine, device: Device, settings: Settings) -> dict[str, obje
 
 
 def _busy(results: list[StepResult], times: list[float]) -> dict[str, float]:
-    """Share of the last steps' time that each lane worked. times: ends of all steps. Together: lanes of the disk may
-    work for two steps at once."""
-    num = min(len(results), len(times) - 1)
-    spans = [span for result in results[-num:] for span in result.timeline().spans]
-    length = times[-1] - times[-1 - num]
-    return {lane: round(seconds / length, 3) for lane, seconds in Timeline(tuple(spans)).worked_s().items()}
+    """Share of the time of the last LOOKED_AT steps, or as many as there are, that each lane worked. results: one more,
+    if there was one; times: ends of all steps. The disk's lanes work for two steps at once, also for one that began
+    before: they are looked at between two moments."""
+    num = min(LOOKED_AT, len(results), len(times) - 1)
+    start_s, end_s = times[-1 - num], times[-1]
+    total: Counter[str] = Counter()
+    for result in results[-num:]:
+        total.update({str(lane): s for lane, s in result.busy_s().items() if lane != "disk"})
+    disk = [
+        span._replace(start_s=min(max(span.start_s, start_s), end_s), end_s=min(max(span.end_s, start_s), end_s))
+        for result in results
+        for span in result.timeline().spans
+        if span.op.lane in DISK_LANES
+    ]
+    total.update(Timeline(tuple(disk)).worked_s())
+    return {lane: round(s / (end_s - start_s), 3) for lane, s in total.items()}
 
 
 def _batch(engine: Engine, settings: Settings, index: int) -> list[MicroBatch]:

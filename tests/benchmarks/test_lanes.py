@@ -116,7 +116,9 @@ def test_lanes_of_the_disk_that_work_for_two_steps_at_once_are_busy_once():
     def step(at: float) -> SimpleNamespace:
         """Of one second: reads from its beginning, and writes until long after its end."""
         spans = Span(read, 0, at, at + 0.6), Span(compute, 0, at, at + 0.5), Span(write, 0, at + 0.7, at + 1.5)
-        return SimpleNamespace(timeline=lambda: Timeline(spans))
+        timeline = Timeline(spans)
+        return SimpleNamespace(timeline=lambda: timeline, busy_s=timeline.worked_s)
 
-    steps = [step(at) for at in (0.0, 1.0, 2.0)]
-    assert _busy(steps, [0.5, 1.5, 2.5, 3.5]) == {"compute": 0.5, "disk": round((0.6 + 0.8 * 2 + 0.2 + 0.8) / 3, 3)}
+    steps = [step(at) for at in (0.0, 1.0, 2.0, 3.0)]
+    assert _busy(steps, [1.5, 2.5, 3.5, 4.5]) == {"compute": 0.5, "disk": round((3.0 - 0.3) / 3, 3)}
+    assert _busy(steps[:2], [1.5, 2.5]) == {"compute": 0.5, "disk": 0.9}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -221,14 +220,23 @@ def test_bytes_beside_the_plan_are_counted():
 
 
 def test_working_memory_is_that_of_the_blocks_as_they_run_and_of_the_head_as_it_passes():
-    layout, shape = toy_decoder().layout, toy_options().batch_shape(toy_decoder().hidden_size, torch.float32)
+    decoder, options = toy_decoder(dtype=torch.bfloat16), toy_options(resident="all", micro_batches=3)
+    layout, shape = decoder.layout, options.batch_shape(decoder.hidden_size, torch.bfloat16)
     costs = assumed(layout, shape, ASSUMED["cuda"])
-    block, whole, sliced = costs.blocks[0], replace(costs.head, workspace_nbytes=1 << 40), costs.sliced_head
-    large_head = replace(costs, head=whole)
-    of = partial(large_head.workspace_nbytes, layout)
-    assert of(sliced_head=False, keep=layout.blocks) == 1 << 40
-    assert of(sliced_head=True, keep=layout.blocks) == max(block.kept_workspace_nbytes, sliced.workspace_nbytes)
-    assert of(sliced_head=True, keep=layout.blocks[1:]) == max(block.workspace_nbytes, sliced.workspace_nbytes)
+    costs = replace(costs, head=replace(costs.head, workspace_nbytes=1 << 40), library_nbytes=7)
+    block, sliced = costs.blocks[0], costs.sliced_head.workspace_nbytes
+    assert block.kept_workspace_nbytes < block.workspace_nbytes
+
+    def working(costs: Costs, *, keep: tuple[int, ...], sliced_head: bool, resident: tuple[int, ...]) -> int:
+        here = replace(options, resident=resident, keep=keep, sliced_head=sliced_head)
+        return budget_of(layout, here, **sizes_of(decoder), costs=costs).device["working memory"] - 7
+
+    blocks, sums = layout.blocks, shape.tokens * shape.hidden * (2 * 2 + 4)
+    assert working(costs, keep=(), sliced_head=False, resident=()) == 1 << 40
+    for keep, least in ((blocks, block.kept_workspace_nbytes), (blocks[1:], block.workspace_nbytes)):
+        assert working(costs, keep=keep, sliced_head=True, resident=blocks) == max(least, sums + sliced)
+    large = replace(costs, sliced_head=replace(costs.sliced_head, workspace_nbytes=1 << 30))
+    assert working(large, keep=(), sliced_head=True, resident=()) == sums + (1 << 30), "not with the blocks' as well"
 
 
 def test_on_the_cpu_nothing_is_moved_and_all_saved_inputs_stay():

@@ -143,11 +143,10 @@ class Costs:
         """A whole one that has no room counts as one in slices."""
         return self.sliced_head if sliced or self.head is None else self.head
 
-    def workspace_nbytes(self, layout: Layout, *, sliced_head: bool, keep: Collection[int]) -> int:
-        """Most that torch's allocator takes on the device for the time of one op. keep: units whose graphs are kept."""
+    def blocks_workspace_nbytes(self, layout: Layout, *, keep: Collection[int]) -> int:
+        """Most that torch's allocator takes on the device for a block. keep: units whose graphs are kept."""
         blocks = zip(layout.blocks, self.blocks, strict=True)
-        of_blocks = (b.kept_workspace_nbytes if unit in keep else b.workspace_nbytes for unit, b in blocks)
-        return max(self.head_of(sliced=sliced_head).workspace_nbytes, *of_blocks)
+        return max(b.kept_workspace_nbytes if unit in keep else b.workspace_nbytes for unit, b in blocks)
 
 
 def assumed(layout: Layout, shape: BatchShape, rates: Rates) -> Costs:
@@ -166,7 +165,8 @@ def assumed(layout: Layout, shape: BatchShape, rates: Rates) -> Costs:
     loss_s = 2 * vocabulary * shape.hidden * tokens / rates.flops
     per_logit = 2 * itemsize * min(CHUNK_TOKENS, tokens)
     slice_rows = layout.tiles(layout.output)[0].numel // shape.hidden
-    whole, sliced = (HeadCost(3 * loss_s, loss_s, per_logit * rows) for rows in (vocabulary, slice_rows))
+    norm = 16 * tokens * shape.hidden  # in fp32, with its gradients
+    whole, sliced = (HeadCost(3 * loss_s, loss_s, max(per_logit * rows, norm)) for rows in (vocabulary, slice_rows))
     return Costs(rates, tuple(blocks), whole, sliced, measured=False)
 
 

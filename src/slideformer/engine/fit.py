@@ -58,17 +58,17 @@ def _added_up(
     if costs is not None:
         of_block = dict(zip(layout.blocks, costs.blocks, strict=True))
         kept = () if options.keep == "auto" else options.keep
-        sliced = options.sliced_head is True
-        working = costs.workspace_nbytes(layout, sliced_head=sliced, keep=kept)
+        head_nbytes = costs.head_of(sliced=options.sliced_head is True).workspace_nbytes
+        if options.sliced_head is True:  # and what is kept from slice to slice, gone before the first block's backward
+            batch = options.batch_shape(hidden_size, dtype)
+            per_token = 2 * dtype.itemsize + 4  # before and after the final norm, and the fp32 sum of its gradient
+            head_nbytes += per_token * hidden_size * batch.tokens
+        working = max(head_nbytes, costs.blocks_workspace_nbytes(layout, keep=kept))
         found.device["working memory"] = working + costs.library_nbytes
         if costs.call_nbytes:  # those of all micro-batches, and the next step's first beside the one it replaces
             found.device["masks and positions"] = (options.micro_batches + 1) * costs.call_nbytes
         if options.gds and options.uses_disk:
             found.device["sums of what the disk moves"] = len(STRAIGHT) * SUM_NBYTES
-        if sliced:
-            per_token = 2 * dtype.itemsize + 4  # before and after the final norm, and the fp32 sum of its gradient
-            tokens = options.batch_shape(hidden_size, dtype).tokens
-            found.device["sums of the sliced head"] = per_token * hidden_size * tokens
         if kept:
             found.device["kept for backward"] = options.micro_batches * sum(of_block[u].kept_nbytes for u in kept)
     return found

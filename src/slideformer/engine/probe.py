@@ -154,8 +154,7 @@ class _Trial:
         labels = torch.randint(decoder.vocab_size, targets.shape, device=top.device)
         trains = decoder.layout.units[decoder.layout.output].train_numel > 0
         total = torch.empty(weight.shape, dtype=torch.float32, device=weight.device) if trains else None
-        final = decoder.layout.find(UnitKind.FINAL)
-        params = {} if final is None else decoder.views(final, self.random(decoder.layout.units[final].numel))
+        params, leaves = self._final()
         full = torch.empty_like(top)
 
         def head() -> None:
@@ -173,7 +172,7 @@ class _Trial:
                     bias_sum=None,
                     overwrite=True,
                 )
-            full.zero_().index_copy_(0, targets, torch.autograd.grad(normed, hidden, grad)[0])
+            full.zero_().index_copy_(0, targets, torch.autograd.grad(normed, [hidden, *leaves], grad)[0])
 
         def loss() -> None:
             with torch.no_grad():
@@ -181,6 +180,14 @@ class _Trial:
 
         whole = self.device.measure(head)
         return HeadCost(whole.seconds, self.device.measure(loss).seconds, whole.peak_nbytes)
+
+    def _final(self) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        """Parameters of the final unit, and those that have a gradient through the final norm."""
+        decoder, unit = self.decoder, self.decoder.layout.find(UnitKind.FINAL)
+        if unit is None:
+            return {}, []
+        params = decoder.views(unit, self.random(decoder.layout.units[unit].numel), requires_grad=True)
+        return params, [p for name, p in params.items() if p.requires_grad and name != decoder.projection.bias]
 
     def sliced_head(self) -> HeadCost:
         """From one tile of the projection, times their number."""
@@ -198,5 +205,11 @@ class _Trial:
             grads = self.device.measure(
                 lambda: seen.grads(0, weight, None, weight_sum=total, bias_sum=None, overwrite=True)
             )
-        nbytes = max(see.peak_nbytes, grads.peak_nbytes)
+        params, leaves = self._final()
+
+        def close() -> None:
+            x = hidden.detach().requires_grad_()
+            torch.autograd.grad(decoder.final(params, x), [x, *leaves], hidden)
+
+        nbytes = max(see.peak_nbytes, grads.peak_nbytes, self.device.measure(close).peak_nbytes)
         return HeadCost(len(tiles) * grads.seconds, len(tiles) * see.seconds, nbytes)
