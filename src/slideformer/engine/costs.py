@@ -60,6 +60,11 @@ ASSUMED = {
 }
 
 
+HOST_LIBRARY_NBYTES = {"cuda": 1 << 30, "cpu": 0}
+"""By kind of device, from an engine's beginning on: 0.66 to 0.96 GiB beside the plan's buffers in 14 runs of four
+shapes (H200, torch 2.11, 2026-11-30)."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlockCost:
     """Of one block and one micro-batch. backward: with the second run of the block; the kept ones: without.
@@ -106,8 +111,9 @@ class HeadCost:
 class Costs:
     """blocks: in the layout's order. head: with the output projection whole; None: it and its gradient have no room on
     the device. sliced_head: all slices together, their gradients (with the logits made again) and their sight apart.
-    measured: on the device itself. library_nbytes: what matrix libraries keep there from a step's first products on.
-    call_nbytes: what a micro-batch's blocks are called with besides hidden states (masks, rotary tables)."""
+    measured: on the device itself. library_nbytes: what matrix libraries keep there from a step's first products on;
+    host_library_nbytes: what a device's libraries and compiled kernels take on the host. call_nbytes: what a
+    micro-batch's blocks are called with besides hidden states (masks, rotary tables)."""
 
     rates: Rates
     blocks: tuple[BlockCost, ...]
@@ -115,6 +121,7 @@ class Costs:
     sliced_head: HeadCost
     measured: bool
     library_nbytes: int = 0
+    host_library_nbytes: int = 0
     call_nbytes: int = 0
 
     def of_share(self, share: float) -> Costs:
@@ -149,11 +156,11 @@ class Costs:
         return max(b.kept_workspace_nbytes if unit in keep else b.workspace_nbytes for unit, b in blocks)
 
 
-def assumed(layout: Layout, shape: BatchShape, rates: Rates) -> Costs:
-    """From rates. A matrix product is 2 operations per weight and token; attention's own products are left out, so long
-    sequences take longer than this says. Memory is more than was seen, never less: a block that is run again keeps what
-    its matrix products read and write, and their gradients; the head keeps a chunk of logits (Llama-3.2-3B shape,
-    32 x 1024, liger's kernels: 3.4 GiB seen on an H200 on 2026-11-30, 8.2 GiB here)."""
+def assumed(layout: Layout, shape: BatchShape, rates: Rates, *, kind: str = "cpu") -> Costs:
+    """From rates. kind: of the device. A matrix product is 2 operations per weight and token; attention's own products
+    are left out, so long sequences take longer than this says. Memory is more than was seen, never less: a block that
+    is run again keeps what its matrix products read and write, and their gradients; the head keeps a chunk of logits
+    (Llama-3.2-3B shape, 32 x 1024, liger's kernels: 3.4 GiB seen on an H200 on 2026-11-30, 8.2 GiB here)."""
     tokens, itemsize = shape.micro_tokens, shape.dtype.itemsize
     blocks = []
     for unit in layout.blocks:
@@ -167,7 +174,8 @@ def assumed(layout: Layout, shape: BatchShape, rates: Rates) -> Costs:
     slice_rows = layout.tiles(layout.output)[0].numel // shape.hidden
     norm = 16 * tokens * shape.hidden  # in fp32, with its gradients
     whole, sliced = (HeadCost(3 * loss_s, loss_s, max(per_logit * rows, norm)) for rows in (vocabulary, slice_rows))
-    return Costs(rates, tuple(blocks), whole, sliced, measured=False)
+    library_nbytes = HOST_LIBRARY_NBYTES[kind]
+    return Costs(rates, tuple(blocks), whole, sliced, measured=False, host_library_nbytes=library_nbytes)
 
 
 def cost_of(layout: Layout, shape: BatchShape, costs: Costs, *, clipped: bool = False) -> Callable[[Op], float]:

@@ -258,7 +258,7 @@ class Engine:
         return self._host.updates.num_updates
 
     def memory(self) -> dict[str, int]:
-        """Bytes per tier: on the device, state on the host, page-locked buffers there. Terms: `budget`."""
+        """Bytes per tier: on the device, state on the host, and buffers and libraries there. Terms: `budget`."""
         b = self.budget
         return {"device": b.device_nbytes, "host_state": b.state_nbytes, "host_buffers": b.host_nbytes - b.state_nbytes}
 

@@ -65,6 +65,8 @@ def _added_up(
             head_nbytes += per_token * hidden_size * batch.tokens
         working = max(head_nbytes, costs.blocks_workspace_nbytes(layout, keep=kept))
         found.device["working memory"] = working + costs.library_nbytes
+        if costs.host_library_nbytes:
+            found.host["the device's libraries"] = costs.host_library_nbytes
         if costs.call_nbytes:  # those of all micro-batches, and the next step's first beside the one it replaces
             found.device["masks and positions"] = (options.micro_batches + 1) * costs.call_nbytes
         if options.gds and options.uses_disk:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from slideformer.device import Device
-from slideformer.engine.costs import BlockCost, Costs, HeadCost, Rates
+from slideformer.engine.costs import HOST_LIBRARY_NBYTES, BlockCost, Costs, HeadCost, Rates
 from slideformer.engine.options import EngineOptions
 from slideformer.engine.rates import device_rate, gather_rate, link_rate, update_rate
 from slideformer.errors import DoesNotFit
@@ -59,6 +59,7 @@ def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: Hos
         sliced_head,
         measured=True,
         library_nbytes=library_nbytes,
+        host_library_nbytes=HOST_LIBRARY_NBYTES[device.kind],
         call_nbytes=trial.call.nbytes,
     )
 

@@ -132,7 +132,7 @@ def with_depth(settled: Settled, decoder: Decoder, kind: str) -> Settled:
 
 def assumed_costs(options: EngineOptions, decoder: Decoder, kind: str) -> Costs:
     shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
-    return assumed(decoder.layout, shape, ASSUMED[kind])
+    return assumed(decoder.layout, shape, ASSUMED[kind], kind=kind)
 
 
 def deepened(

@@ -316,7 +316,9 @@ def plan_run(
 
 def _sized(options: EngineOptions, decoder: Decoder, machine: _For) -> tuple[EngineOptions, Costs, Budgets]:
     """With micro-batches of the size that is given."""
-    costs = assumed(decoder.layout, options.batch_shape(decoder.hidden_size, decoder.dtype), machine.rates)
+    costs = assumed(
+        decoder.layout, options.batch_shape(decoder.hidden_size, decoder.dtype), machine.rates, kind=machine.kind
+    )
     budgets = budgets_of(decoder, costs if machine.kind == "cuda" else None)
     return _settled(options, decoder, costs, budgets, machine), costs, budgets
 
