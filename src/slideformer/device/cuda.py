@@ -192,8 +192,10 @@ class CudaDevice:
             torch.ones(1, device=self.torch_device)
 
     def page_unlock(self, tensor: torch.Tensor) -> None:
-        if self._locked.pop(tensor.data_ptr(), None) is not None:
-            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+        if self._locked.pop(tensor.data_ptr(), None) is None:
+            return
+        if int(torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())) != 0:
+            self._forget_error()
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory()
