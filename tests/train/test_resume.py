@@ -163,6 +163,7 @@ def test_other_sizes_of_the_machinery_go_on_bit_for_bit(config_for, stopped_run,
         ({"kernels": "torch"}, ""),
         ({"attn_implementation": "sdpa"}, ""),
         ({"attn_implementation": "eager"}, "sdpa and is"),
+        ({"full_determinism": True}, "full_determinism was False and is now True"),
     ],
     ids=str,
 )

@@ -39,6 +39,7 @@ class StepSettings(Settings):
     max_steps: int = Field(-1, ge=-1)  # -1, 0, null: no limit, num_train_epochs decides
     seed: int = Field(42, ge=0)
     data_seed: int | None = Field(None, ge=0)
+    full_determinism: bool = False  # on a GPU the same bits twice, by kernels that may be slower
 
     @field_validator("max_steps")
     @classmethod

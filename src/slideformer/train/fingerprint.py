@@ -61,6 +61,7 @@ def bits(config: TrainConfig, decoder: Decoder, device_kind: str) -> dict[str, J
         ROWS_AT_ONCE: config.per_device_train_batch_size,
         **({} if config.eval_strategy == "no" else {ROWS_OF_EVALUATION: config.eval_batch_size}),
         "attn_implementation": attention,
+        "full_determinism": config.full_determinism,
         "kernels": ", ".join(f"{op} of {where}" for op, where in sorted(decoder.kernels.items())) or "torch",
         **{name: versions()[name] for name in ("torch", "transformers")},
     }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +21,31 @@ from slideformer.model.folder import read_config
 MOST_TILES = 1 << 16
 """A plan has several ops a tile and lies in memory as a whole: 2 million tiles took 14 GB and minutes (135 M parameters
 in tiles of 64; 2-core virtual machine, 2026-11-30)."""
+
+CUBLAS_WORKSPACES, DETERMINISTIC = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+"""cuBLAS's own setting, and what of it torch takes for deterministic."""
+
+
+@contextmanager
+def determinism(config: TrainConfig) -> Iterator[None]:
+    """With full_determinism torch's kernels that give the same bits twice, in this process until the end; to be entered
+    before a GPU is first used. Raises BadInput where the user has told cuBLAS what excludes that."""
+    if not config.full_determinism:
+        yield
+        return
+    given = os.environ.setdefault(CUBLAS_WORKSPACES, DETERMINISTIC[0])
+    if given not in DETERMINISTIC:
+        allowed = " or ".join(DETERMINISTIC)
+        what = f"{CUBLAS_WORKSPACES} is {given!r} in the environment, must be {allowed} for full_determinism"
+        raise BadInput(f"{what}: unset it, or give full_determinism: false")
+    before, filled = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing is read before it is written
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def compute_dtype(config: TrainConfig, device_kind: str) -> torch.dtype:

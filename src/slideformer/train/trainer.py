@@ -50,7 +50,7 @@ from slideformer.train.retention import clean
 from slideformer.train.samples import Samples, sample_prompts, with_samples
 from slideformer.train.save import CHAT_TEMPLATE, companions, save
 from slideformer.train.schedule import Schedule, num_steps
-from slideformer.train.setup import build_decoder, device_kind, engine_options, require_gds, save_dtype
+from slideformer.train.setup import build_decoder, determinism, device_kind, engine_options, require_gds, save_dtype
 from slideformer.train.start import tell_start
 from slideformer.train.stop import StopRequests, let_go
 from slideformer.train.trackers import Trackers, require_trackers
@@ -295,6 +295,7 @@ class Trainer:
     def build(self) -> tuple[Device, Decoder]:
         """The device, and the model without its weights, whose names and shapes are checked. Raises BadInput."""
         if self._built is None:
+            self._held.enter_context(determinism(self.args))
             device = self._held.enter_context(open_device(self.args.device))
             decoder = build_decoder(self.args, device.kind, device.torch_device, self._inputs.model_config)
             self._inputs.check_weights(decoder)
