@@ -28,8 +28,6 @@ from slideformer.train import checkpoint, retention  # noqa: E402
 
 STEPS = 3
 PROGRAM = """
-import torch
-torch.use_deterministic_algorithms(True)
 from slideformer.train import trainer
 trainer.check_parity = lambda *args, **settings: None  # the CPU's business, and tests/model's
 from slideformer.cli import main
@@ -64,13 +62,14 @@ def start(folder: Path, model: Path, **settings: object) -> subprocess.Popen[str
         "per_device_train_batch_size": 4,
         "max_steps": STEPS,
         "learning_rate": 1e-4,
+        "full_determinism": True,
         "save_steps": 1,
         "save_total_limit": 1,
         "resume_from_checkpoint": "auto",
         **settings,
     }
     words = [f"{name}={json.dumps(value)}" for name, value in fields.items()]
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "train", *words],
         env=environment,
