@@ -59,3 +59,23 @@ def test_smaller_tiles_are_advised_before_what_changes_the_run(slideformer, yaml
     assert slideformer("plan", config, change.replace(": ", "=")).returncode == 0
     last = slideformer("plan", config, "tile_numel=4194304", "max_gpu_memory=600MiB").stderr.strip().splitlines()[-1]
     assert "tile_numel" not in last, "which are no smaller than that"
+
+
+@pytest.mark.parametrize(("train", "evaluation"), [(4, 2), (2, 8), (1, 8)])
+def test_advice_is_true_where_an_evaluation_has_rows_of_its_own(slideformer, yaml_for, train, evaluation) -> None:
+    batches = {"per_device_train_batch_size": train, "per_device_eval_batch_size": evaluation}
+    config = yaml_for(device="cuda", max_length=256, gradient_accumulation_steps=2, max_grad_norm=0.0, **batches)
+    one_row = (
+        "per_device_train_batch_size=1",
+        "per_device_eval_batch_size=1",
+        f"gradient_accumulation_steps={2 * train}",
+    )
+    least = json.loads(slideformer("plan", config, "--json", *one_row, "grad_slots=1", "window=1").stdout)
+    limit = f"max_gpu_memory={least['device_nbytes'] * 5 // 4}"
+    done = slideformer("plan", config, limit)
+    assert done.returncode == 3
+    change = done.stderr.strip().rpartition("Cheapest change that makes it fit: ")[2]
+    assert "per_device_eval_batch_size: " in change, done.stderr
+    if train == 1:
+        assert "train" not in change and "accumulation" not in change
+    assert slideformer("plan", config, limit, *change.replace(": ", "=").split(", ")).returncode == 0, change

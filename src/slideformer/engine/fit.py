@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -178,14 +179,20 @@ _ONLY_SPEED: tuple[Callable[[EngineOptions], EngineOptions], ...] = (
 )
 _THE_RUN: tuple[Callable[[EngineOptions], EngineOptions], ...] = (
     lambda o: (
-        replace(o, micro_batch_size=-(-o.micro_batch_size // 2), micro_batches=2 * o.micro_batches)
-        if o.micro_batch_size > 1
+        replace(o, micro_batch_size=-(-_train_rows(o) // 2), micro_batches=2 * o.micro_batches)
+        if _train_rows(o) > 1
         else o
     ),
     lambda o: replace(o, update="eager", max_grad_norm=0.0, on_nonfinite="stop"),
     lambda o: replace(o, micro_batches=-(-o.micro_batches // 2)),
     lambda o: replace(o, max_length=-(-o.max_length // 2)),
 )
+
+
+def _train_rows(options: EngineOptions) -> int:
+    """Of a training micro-batch: micro_batch_size may be that of evaluation alone."""
+    rows = options.micro_batch_size
+    return rows if options.asked_rows is None else min(rows, options.asked_rows[0])
 
 
 def _of_options(change: Callable[[EngineOptions], EngineOptions]) -> Callable[[_Cut], _Cut]:
@@ -195,6 +202,7 @@ def _of_options(change: Callable[[EngineOptions], EngineOptions]) -> Callable[[_
 _CHEAPER: tuple[Callable[[_Cut], _Cut], ...] = (
     *map(_of_options, _ONLY_SPEED),
     lambda cut: cut._replace(tile_numel=max(cut.tile_numel // 2, min(cut.tile_numel, LEAST_TILE))),
+    _of_options(lambda o: replace(o, micro_batch_size=max(_train_rows(o), -(-o.micro_batch_size // 2)))),
     *map(_of_options, _THE_RUN),
 )
 """Each takes one step towards less memory; cheapest first: those that cost only speed, then what changes the run."""
@@ -247,7 +255,7 @@ def _advice(given: _Cut, excess_of: Callable[[_Cut], tuple[int, int]]) -> str:
             "freeze parameters, or take a machine with more memory"
         )
     changed = _needed(given, changed, excess_nbytes)
-    before, after = (cut.options.micro_batch_size * cut.options.micro_batches for cut in (given, changed))
+    before, after = (_train_rows(cut.options) * cut.options.micro_batches for cut in (given, changed))
     another = "" if after == before else f", with {after} instead of {before} rows a step"
     return f"Cheapest change that makes it fit{another}: {', '.join(_differences(given, changed))}"
 
@@ -265,9 +273,12 @@ def _needed(given: _Cut, changed: _Cut, excess_nbytes: Callable[[_Cut], int]) ->
 
 def _differences(given: _Cut, new: _Cut) -> Iterator[str]:
     for name in (f for fields in _TOGETHER for f in fields):
-        value = getattr(new.options, name)
-        if value != getattr(given.options, name) and name not in ("late", "keep"):  # no user sets these
+        of = _train_rows if name == "micro_batch_size" else attrgetter(name)
+        value = of(new.options)
+        if value != of(given.options) and name not in ("late", "keep"):  # no user sets these
             shown = _WORDS.get(name) or (f"{value:g}" if isinstance(value, float) else value)
             yield f"{_CONFIG_KEYS.get(name, name)}: {shown}"
+    if given.options.asked_rows is not None and given.options.asked_rows[1] > new.options.micro_batch_size:
+        yield f"per_device_eval_batch_size: {new.options.micro_batch_size}"
     if new.tile_numel != given.tile_numel:
         yield f"tile_numel: {new.tile_numel}"

@@ -60,8 +60,9 @@ class EngineOptions:
     goes on, and needs the deferred update too. cpu_threads: of the update; None is every CPU but one on CUDA, every CPU
     otherwise. max_gpu_memory, max_host_memory: bytes that the engine may allocate there; None is what the machine has.
     ignore_memory_limits: warn and go on where a limit will be exceeded. find_micro_batch: where micro-batches of this
-    size have no room, each is taken as several smaller ones. window: blocks on the device at a time; "auto" is two, or
-    one where two have no room.
+    size have no room, each is taken as several smaller ones. asked_rows: of a training and of an evaluation batch,
+    where both are given: micro_batch_size has room for either, and advice names the one that it means. window: blocks
+    on the device at a time; "auto" is two, or one where two have no room.
     earlier: what an engine of the same run had decided: what is left open here is decided so again, if that has room.
     What lies where; "auto" is what has room and is fastest on CUDA, and on the CPU nothing out of the ordinary. Units
     are indices into the layout. saved_on_device: hidden states that stay on the device (None: all that there are).
@@ -98,6 +99,7 @@ class EngineOptions:
     max_host_memory: int | None = None
     ignore_memory_limits: bool = False
     find_micro_batch: bool = False
+    asked_rows: tuple[int, int] | None = None
     earlier: Decided | None = None
     ahead: tuple[int, ...] | Literal["auto"] = "auto"
     late: tuple[int, ...] | Literal["auto"] = "auto"

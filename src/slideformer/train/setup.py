@@ -104,12 +104,14 @@ def require_gds(config: TrainConfig, kind: str, *, elsewhere: bool = False) -> N
 def engine_options(config: TrainConfig) -> EngineOptions:
     """Sizes and rules for the engine. Evaluation batches use the same buffers, so the larger of both counts."""
     saved: dict[str | float, int | None | Literal["auto"]] = {"cpu": 0, "nvme": 0, "none": None}
+    rows = (config.per_device_train_batch_size, config.per_device_eval_batch_size)
     shares = Offload(config.optimizer_on_disk, config.weights_on_disk, config.activations_on_disk)
     return EngineOptions(
         micro_batch_size=max(config.per_device_train_batch_size, config.eval_batch_size),
         max_length=config.max_length,
         micro_batches=config.gradient_accumulation_steps,
         find_micro_batch=config.auto_find_batch_size,
+        asked_rows=rows if config.per_device_eval_batch_size else None,
         window=config.window,
         grad_slots=config.grad_slots,
         ring=config.ring,
