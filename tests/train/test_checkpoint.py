@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import random
 import resource
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -304,6 +306,12 @@ def flip(path: Path, at: int) -> None:
         (lambda f: flip(f / "unit-0001.safetensors", -5), "unit-0001.safetensors does not have the checksum"),
         (lambda f: flip(f / "unit-0000.safetensors", 0), "unit-0000.safetensors is not a complete safetensors file"),
         (lambda f: rename_in(f), r"names '../trainer.json', which is not the name of a file in it"),
+        (
+            lambda f: record_as(f, '"format": 1', '"format": 2'),
+            "trainer.json cannot be read: format: Input should be 1",
+        ),
+        (lambda f: record_as(f, '"maths"', '"math"'), "trainer.json cannot be read: maths: Field required"),
+        (lambda f: record_as(f, '"step"', '"pace"'), "trainer.json cannot be read: progress.step: Field required"),
     ],
 )
 def test_what_is_damaged_is_passed_over_with_its_reason(engine, tmp_path, harm, expected) -> None:
@@ -318,6 +326,18 @@ def test_what_is_damaged_is_passed_over_with_its_reason(engine, tmp_path, harm, 
         assert state_hashes(second) == state_hashes(engine)
     assert f"warning: {tmp_path}/checkpoint-2 is passed over: " in out.getvalue()
     assert expected in out.getvalue()
+
+
+def record_as(folder: Path, old: str, new: str) -> None:
+    """As another version would have written it."""
+    path, manifest = folder / "trainer.json", folder / "manifest.json"
+    before = path.read_text()
+    after = before.replace(old, new, 1)
+    assert after != before
+    path.write_text(after)
+    sums = json.loads(manifest.read_text())
+    sums["files"]["trainer.json"] = {"nbytes": len(after.encode()), "crc32": zlib.crc32(after.encode())}
+    manifest.write_text(json.dumps(sums))
 
 
 def rename_in(folder: Path) -> None:

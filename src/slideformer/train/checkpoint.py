@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
@@ -28,7 +28,7 @@ from slideformer.model import files, tensorfile
 from slideformer.train.redact import redacted
 from slideformer.train.snapshot import PLANES, Snapshot
 
-FORMAT = 1
+FORMAT: Literal[1] = 1
 TRAINER, MANIFEST = "trainer.json", "manifest.json"
 
 
@@ -72,7 +72,7 @@ class Progress(_Frozen):
 class Record(_Frozen):
     """trainer.json. maths: what must be the same to go on; bits: what may differ, at the price of the last bits."""
 
-    format: int = FORMAT
+    format: Literal[1] = FORMAT
     progress: Progress
     maths: dict[str, JsonValue]
     bits: dict[str, JsonValue]
@@ -86,7 +86,7 @@ class _Sum(_Frozen):
 
 
 class _Manifest(_Frozen):
-    format: int = FORMAT
+    format: Literal[1] = FORMAT
     step: int
     files: dict[str, _Sum]
 
@@ -318,7 +318,9 @@ def _parsed(model: type[_Model], text: bytes, name: str) -> _Model:
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
-        raise Damaged(f"{name} cannot be read: {error.errors()[0]['msg']}") from None
+        first = error.errors()[0]
+        where = "".join(f"{part}." for part in first["loc"])[:-1]
+        raise Damaged(f"{name} cannot be read: {where + ': ' if where else ''}{first['msg']}") from None
 
 
 def told(nbytes: int, seconds: float) -> str:
