@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -153,6 +154,19 @@ def test_a_step_and_an_evaluation_with_most_micro_batches_name_every_buffer_that
     for fewer in (1, 2, 3):
         plans = plans_of(decoder.layout, replace(options, micro_batches=fewer), decoder.dtype)
         assert {b for plan in plans for b in plan.buffers()} <= named
+
+
+@pytest.mark.parametrize("over", [0, 12, 20])
+@pytest.mark.parametrize("ring", [1, 2, 3, 4])
+def test_what_fewer_micro_batches_do_not_find_staged_has_a_place_on_disk(over, ring):
+    decoder = toy_decoder()
+    for saved, pool, hidden_ring in product((2, 5, 9), (0, 2), (2, 3, 4)):
+        sizes = {"micro_batches": 5, "saved_on_device": pool, "hidden_ring": hidden_ring, "disk_ring": ring}
+        given = toy_options(saved_on_disk=saved, saved_over=over, **{**HERE, **EAGER, **sizes})
+        named = {b for plan in listed(decoder.layout, given, decoder.dtype) for b in plan.buffers()}
+        for fewer in (1, 2, 3, 4):
+            plans = plans_of(decoder.layout, replace(given, micro_batches=fewer), decoder.dtype)
+            assert {b for plan in plans for b in plan.buffers()} <= named
 
 
 # rings between disk and host

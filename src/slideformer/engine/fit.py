@@ -20,16 +20,25 @@ from slideformer.layout import Layout
 from slideformer.memory import Budget, Limit, available_nbytes, budget, host_limit, resident_nbytes, size
 from slideformer.memory.disk_gds import SUM_NBYTES
 from slideformer.schedule import Op, Plan, evaluation_ops, step_ops
-from slideformer.schedule.disk import STRAIGHT
+from slideformer.schedule.disk import STRAIGHT, every_saved
 
 log = logging.getLogger(__name__)
+
+LARGE_TILE = 1 << 40
+"""Elements: every unit is one tile."""
 
 
 def listed(layout: Layout, options: EngineOptions, dtype: torch.dtype) -> list[Plan]:
     """Programs that between them name every buffer an engine needs, without waits, so not to be run: a training step
-    and an evaluation with the most micro-batches. Fewer need no others."""
+    and an evaluation with the most micro-batches, and all that a step's saved inputs may need on disk, since what is
+    found staged with the most micro-batches is not with fewer. Apart from that fewer need no others."""
     full = options.step_options(layout, dtype)
-    return [Plan(ops(layout, full), (), trains=ops is step_ops, name="listed") for ops in (step_ops, evaluation_ops)]
+    found = [(ops is step_ops, ops(layout, full)) for ops in (step_ops, evaluation_ops)]
+    if full.saved_on_disk:
+        on_host = replace(full, disk=(), saved_on_disk=0)
+        large = replace(layout, tile_numel=LARGE_TILE)  # where hidden states lie does not depend on tiles
+        found += [(True, (every_saved(step_ops(large, on_host), full),))]  # an evaluation needs no others
+    return [Plan(ops, (), trains=trains, name="listed") for trains, ops in found]
 
 
 def budget_of(

@@ -51,6 +51,24 @@ def staged(ops: Sequence[Op], options: StepOptions) -> tuple[Op, ...]:
     return _without_dead_writes(found)
 
 
+def every_saved(ops: Sequence[Op], options: StepOptions) -> Op:
+    """All places that the saved inputs of these ops and of fewer micro-batches may need on disk and beside it, named in
+    one op that is not to be run: what is found staged here, and so never written, may not be there. ops: as if all
+    saved inputs were on the host."""
+    staging, moves = _Staging(options), [op for op in ops if op.lane in (LaneName.SPILL, LaneName.FETCH)]
+    saved = dict.fromkeys(a.buffer for op in moves for a in op.accesses if a.buffer.place is Place.SAVED)
+    found = [buffer for buffer in saved if staging.is_on_disk(buffer)]
+    if found and not options.gds:
+        lanes = Counter(op.lane for op in moves)
+        rings = ((OUT, lanes[LaneName.SPILL]), (IN, lanes[LaneName.FETCH]))
+        found += [
+            Buffer(Place.STAGED_SAVED, (which, position))
+            for which, num in rings
+            for position in range(min(num, options.disk_ring))
+        ]
+    return Op(OpKind.READ_SAVED, LaneName.DISK_FETCH, tuple(Access("file", buffer, None, None) for buffer in found))
+
+
 def _without_dead_writes(ops: list[Op]) -> tuple[Op, ...]:
     """Without what is written to disk and not read again, because the next to need it found it staged."""
     next_reads: dict[Buffer, bool] = {}  # of buffers on disk: whether the next op that moves them reads them
@@ -77,7 +95,7 @@ class _Staging:
 
     def around(self, op: Op) -> Iterator[Op]:
         """The op, with its reads before and its writes behind it."""
-        on_disk = [a for a in op.accesses if self._is_on_disk(a.buffer)]
+        on_disk = [a for a in op.accesses if self.is_on_disk(a.buffer)]
         if not on_disk:
             yield op
             return
@@ -97,7 +115,7 @@ class _Staging:
             self._forget(places)
             yield self._moved(op, writes, places, inward=False)
 
-    def _is_on_disk(self, buffer: Buffer) -> bool:
+    def is_on_disk(self, buffer: Buffer) -> bool:
         if buffer.place is Place.SAVED:
             num, over = self._options.saved_on_disk, max(self._options.saved_over, self._options.saved_on_disk)
             return buffer.index[0] < over and buffer.index[0] * num % over < num
