@@ -73,6 +73,31 @@ def test_a_head_stays_whole_as_long_as_that_fits_at_all_and_is_chosen_anew_where
     assert (anew.options.sliced_head, anew.as_earlier) == (True, False)
 
 
+class SmallCard(Card):
+    """On which a block runs, and the head in slices, but not the whole of it."""
+
+    def measure(self, work):
+        if work.__name__ == "head":
+            raise torch.OutOfMemoryError
+        return super().measure(work)
+
+
+def test_a_whole_head_that_did_not_run_is_not_taken_again_though_its_buffers_have_room(kernels):
+    anew = settled(kernels, toy_options(**AUTO, earlier=WHOLE), SmallCard)
+    assert anew.costs.head is None and (anew.options.sliced_head, anew.as_earlier) == (True, False)
+    with pytest.raises(DoesNotFit, match="the whole output projection does not run on the device with 1 x 2 tokens"):
+        settled(kernels, toy_options(**{**AUTO, "resident": "all"}), SmallCard)
+
+
+def test_a_head_that_is_resident_takes_as_much_whatever_way_it_went_before(kernels):
+    resident = toy_options(**{**AUTO, "resident": "all"})
+    costs = settled(kernels, resident).costs
+    costs = replace(costs, head=replace(costs.head, workspace_nbytes=1 << 30))
+    budgets = budgets_of(toy_decoder(dtype=torch.bfloat16), costs)
+    whole, sliced = (budgets.of(replace(resident, saved_on_device=None, sliced_head=way)) for way in (False, True))
+    assert sliced.device == whole.device
+
+
 def test_rows_pass_together_as_many_as_they_did(kernels):
     asked = toy_options(micro_batch_size=8, micro_batches=3, find_micro_batch=True)
     for rows, parts in ((8, 1), (3, 3), (2, 4), (1, 8)):

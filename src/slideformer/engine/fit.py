@@ -68,8 +68,9 @@ def _added_up(
     if costs is not None:
         of_block = dict(zip(layout.blocks, costs.blocks, strict=True))
         kept = () if options.keep == "auto" else options.keep
-        head_nbytes = costs.head_of(sliced=options.sliced_head is True).workspace_nbytes
-        if options.sliced_head is True:  # and what is kept from slice to slice, gone before the first block's backward
+        sliced = options.step_options(layout, dtype).sliced_head  # not what is resident
+        head_nbytes = costs.head_of(sliced=sliced).workspace_nbytes
+        if sliced:  # and what is kept from slice to slice, gone before the first block's backward
             batch = options.batch_shape(hidden_size, dtype)
             per_token = 2 * dtype.itemsize + 4  # before and after the final norm, and the fp32 sum of its gradient
             head_nbytes += per_token * hidden_size * batch.tokens

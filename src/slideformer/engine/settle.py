@@ -109,6 +109,11 @@ def _on_gpu(options: EngineOptions, decoder: Decoder, device: Device, kernels: H
     room = Room(decoder.layout, options, costs, decoder.hidden_size, decoder.dtype, min(limits), budgets, spare_nbytes)
     chosen = with_disk(place(room), decoder, device.kind, budgets, host_nbytes)
     budget = _fitting(chosen, decoder, device.kind, costs, free_nbytes, budgets)
+    if costs.head is None and not chosen.step_options(decoder.layout, decoder.dtype).sliced_head:
+        raise DoesNotFit(
+            f"the whole output projection does not run on the device with {options.micro_batch_size} x "
+            f"{options.max_length} tokens: lower per_device_train_batch_size or max_length, or raise max_gpu_memory"
+        )
     if chosen.ahead == "auto":
         chosen = replace(chosen, ahead=auto_ahead(decoder.layout, chosen, budget, costs, room.step_s))
         budget = _fitting(chosen, decoder, device.kind, costs, free_nbytes, budgets)
