@@ -1,4 +1,4 @@
-"""The native update against its specification, bit for bit: case 9 of the field."""
+"""The native update against its specification, bit for bit."""
 
 from contextlib import closing
 from dataclasses import astuple, replace

@@ -59,7 +59,7 @@ def error_bound(start: Tensor, grads: list[Tensor], hypers: list[Hyper]) -> Tens
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 def test_two_groups_under_a_schedule_agree_with_torch(max_grad_norm, grad_dtype, generator):
-    """Case 6 of the field, and with clipping case 1, on one tile a parameter."""
+    """One tile a parameter."""
     num_steps, numel = 12, 4000
     scales = 10 ** torch.linspace(-7, 0, numel)  # from gradients below eps to ones far above it
     starts = [torch.randn(numel, generator=generator) * 0.05 for _ in range(2)]
@@ -99,7 +99,7 @@ def test_two_groups_under_a_schedule_agree_with_torch(max_grad_norm, grad_dtype,
 
 
 def test_a_hundred_steps_of_unit_sign_move_a_small_weight_by_a_thousandth():
-    """Case 8. A bf16 weight would not move: half its spacing at 0.02 is 6e-5, six times the step."""
+    """A bf16 weight would not move: half its spacing at 0.02 is 6e-5, six times the step."""
     master = Master(torch.full((64,), 0.02))
     for step in range(1, 101):
         master.update(torch.ones(64), Hyper(1e-5, step=step))

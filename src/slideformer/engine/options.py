@@ -68,10 +68,10 @@ class EngineOptions:
     are indices into the layout. saved_on_device: hidden states that stay on the device (None: all that there are).
     ahead: units that the deferred update writes ahead of the verdict, into a second copy of their state. late: blocks
     that an eager update takes after backward, from gradients that wait on the device. sliced_head: the output
-    projection passes through the device tile by tile; "auto": where the whole of it has no room. resident: units whose
-    state is on the device, where they are updated ("all": every one). keep: blocks among them that are not run again
-    in backward. disk: (content, unit) pairs that are in files of the folder offload_dir, a content being weight,
-    residual, exp_avg or exp_avg_sq. saved_on_disk: of the hidden states beyond those on the device, how many go to
+    projection passes through the device tile by tile; "auto": where the whole of it has no room, or a step is faster so
+    by more than measurements differ. resident: units whose state is on the device, where they are updated ("all": every
+    one). keep: blocks among them that are not run again in backward. disk: (content, unit) pairs that are in files of
+    the folder offload_dir, a content being weight, residual, exp_avg or exp_avg_sq. saved_on_disk: of the hidden states beyond those on the device, how many go to
     files, at most: evenly among the first saved_over of a step (0: as many). offload: decides these three.
     disk_ring: tiles in each ring between disk and host; "auto": as many as a step is faster for. gds: weights and
     saved inputs on disk go straight to the device and back. keep_offload_dir: the files stay at the end.
