@@ -71,12 +71,12 @@ class EngineOptions:
     projection passes through the device tile by tile; "auto": where the whole of it has no room, or a step is faster so
     by more than measurements differ. resident: units whose state is on the device, where they are updated ("all": every
     one). keep: blocks among them that are not run again in backward. disk: (content, unit) pairs that are in files of
-    the folder offload_dir, a content being weight, residual, exp_avg or exp_avg_sq. saved_on_disk: of the hidden states beyond those on the device, how many go to
-    files, at most: evenly among the first saved_over of a step (0: as many). offload: decides these three.
-    disk_ring: tiles in each ring between disk and host; "auto": as many as a step is faster for. gds: weights and
-    saved inputs on disk go straight to the device and back. keep_offload_dir: the files stay at the end.
-    reuse_offload_dir: what a killed run left there goes. beside_nbytes: what else will be taken beside the engine,
-    on the device and on the host.
+    the folder offload_dir, a content being weight, residual, exp_avg or exp_avg_sq. saved_on_disk: of the hidden states
+    beyond those on the device, how many go to files, at most: evenly among the first saved_over of a step (0: as many).
+    offload: decides these three. disk_ring: tiles in each ring between disk and host; "auto": as many as a step is
+    faster for. gds: weights and saved inputs on disk go straight to the device and back. keep_offload_dir: the files
+    stay at the end. reuse_offload_dir: what a killed run left there goes. beside_nbytes: what else will be taken beside
+    the engine, on the device and on the host.
     """
 
     micro_batch_size: int = 1
