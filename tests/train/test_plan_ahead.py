@@ -13,6 +13,7 @@ from slideformer.config import TrainConfig
 from slideformer.engine.ahead import fastest_ahead
 from slideformer.engine.fit import spare_room
 from slideformer.engine.placement import Room, place
+from slideformer.engine.settle import deepened
 from slideformer.train.plan import RunPlan, plan_run
 from slideformer.train.setup import engine_options
 
@@ -61,6 +62,18 @@ def test_what_is_placed_is_what_a_run_with_its_updates_ahead_places() -> None:
     decided = {"ahead": found.options.ahead, "disk_ring": found.options.disk_ring}
     assert replace(place(room), **decided) == found.options
     assert replace(place(replace(room, host_nbytes=None)), **decided) != found.options
+
+
+def test_updates_ahead_are_decided_before_the_rings_to_the_disk_as_in_a_run(tmp_path: Path) -> None:
+    found = planned(max_host_memory="20GiB", offload_dir=str(tmp_path / "tier"), offload_optimizer=0.3)
+    layout, sizes = found.decoder.layout, (found.decoder.hidden_size, found.decoder.dtype)
+    options = replace(found.options, ahead="auto", disk_ring="auto")
+    room = Room(layout, options, found.costs, *sizes, 20 * GIB, host_nbytes=20 * GIB)
+    spare_nbytes = 20 * GIB - room.budgets.of(options).host_nbytes
+    ahead = fastest_ahead(layout, options, spare_nbytes, found.costs, room.step_s)
+    assert ahead and found.options.ahead == ahead
+    deep = deepened(replace(options, ahead=ahead), found.decoder, "cuda", found.costs, room.budgets, 20 * GIB)
+    assert found.options == deep and deep.ring_places > options.ring_places
 
 
 @pytest.fixture

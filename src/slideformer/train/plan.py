@@ -299,6 +299,7 @@ def plan_run(
         given = smaller
         options, costs, budgets = _sized(given, decoder, machine)
     options = _with_ahead(options, decoder, costs, budgets, machine)
+    options = deepened(options, decoder, kind, costs, budgets, machine.host_nbytes)
     shape = options.batch_shape(decoder.hidden_size, decoder.dtype)
     beside = costs if kind == "cuda" else None
     step_options = options.step_options(decoder.layout, decoder.dtype)
@@ -331,16 +332,14 @@ def _fits(options: EngineOptions, budgets: Budgets, machine: _For) -> bool:
 
 
 def _settled(options: EngineOptions, decoder: Decoder, costs: Costs, budgets: Budgets, machine: _For) -> EngineOptions:
-    """What the engine decides by the room there is, but for updates ahead. The device is what max_gpu_memory says: none
-    is asked here."""
+    """What the engine decides by the room there is, but for updates ahead and, after those, the depth of rings. The
+    device is what max_gpu_memory says: none is asked here."""
     if machine.kind == "cpu":
-        chosen = within_host(_unplaced(options, decoder), decoder, budgets, machine.host_nbytes)
-    else:
-        placed = _unplaced(options, decoder)
-        if options.max_gpu_memory is not None:
-            placed = place(_room(options, decoder, costs, budgets, machine))
-        chosen = with_disk(placed, decoder, machine.kind, budgets, machine.host_nbytes)
-    return deepened(chosen, decoder, machine.kind, costs, budgets, machine.host_nbytes)
+        return within_host(_unplaced(options, decoder), decoder, budgets, machine.host_nbytes)
+    placed = _unplaced(options, decoder)
+    if options.max_gpu_memory is not None:
+        placed = place(_room(options, decoder, costs, budgets, machine))
+    return with_disk(placed, decoder, machine.kind, budgets, machine.host_nbytes)
 
 
 def _unplaced(options: EngineOptions, decoder: Decoder) -> EngineOptions:
