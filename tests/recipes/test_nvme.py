@@ -68,6 +68,11 @@ def test_a_model_larger_than_host_memory_fits_24_gib_256_gib_and_4_tb(model, pro
     assert moments + weights <= written <= moments + weights + saved + rows
     assert found.step_s == pytest.approx((read + written) / found.rates.disk_nbytes, rel=0.01), "the disk binds"
     assert re.search(r"disk binds: (9\d|100)% of the step", found.text())
+    assert not re.search(r"\de[+-]\d", found.text()), "numbers that people read have no powers of ten"
+    bars = [
+        line.index(line.split()[1]) for line in found.text().splitlines() if re.match(r" *[a-z_]+ [.\w]+ +\d+%$", line)
+    ]
+    assert len(bars) > 8 and set(bars) == {11}, "disk_write is the longest name of a lane"
 
 
 @pytest.mark.parametrize("model", MODELS)

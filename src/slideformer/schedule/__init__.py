@@ -7,7 +7,7 @@ from slideformer.schedule.ops import Access, Buffer, LaneName, Op, OpKind, Place
 from slideformer.schedule.options import StepOptions, Update
 from slideformer.schedule.pass_options import PassOptions
 from slideformer.schedule.program import build_evaluation, evaluation_ops
-from slideformer.schedule.simulate import Timeline, joined_step_s, simulate
+from slideformer.schedule.simulate import Timeline, joined_step_s, simulate, three_digits
 from slideformer.schedule.training import build_step, step_ops
 
 __all__ = [
@@ -33,5 +33,6 @@ __all__ = [
     "pass_ops",
     "prove",
     "simulate",
+    "three_digits",
     "step_ops",
 ]

@@ -75,6 +75,11 @@ LEGEND = {
 }
 
 
+def three_digits(value: float) -> str:
+    """For people: 0.00479, 12.3, 1,966."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
+
+
 class Span(NamedTuple):
     """One op on the clock. run: which of the joined runs. Times in seconds from the start of the first run."""
 
@@ -134,17 +139,19 @@ class Timeline:
         """
         begin, end = self._period(run)
         slice_s = (end - begin) / width or 1.0
-        lines, seen = [], set()
+        rows, seen = [], set()
         for lane in LaneName:
             columns = self._columns(lane, begin, slice_s, width)
             share = sum(sum(c.values()) for c in columns) / (slice_s * width)
             if share > 0:
                 row = "".join(_letter(c, slice_s) for c in columns)
                 seen.update(row)
-                lines.append(f"{lane:>9} {row} {share:4.0%}")
-        ruler = f"0 s{f'{end - begin:.3g} s':>{width - 3}}"
+                rows.append((lane, f"{row} {share:4.0%}"))
+        ruler = f"0 s{f'{three_digits(end - begin)} s':>{width - 3}}"
         legend = textwrap.wrap(" ".join(f"{k}={v}" for k, v in LEGEND.items() if k in seen), width)
-        return "\n".join([*lines, *(f"{'':>9} {line}" for line in (ruler, *legend))])
+        rows += [("", line) for line in (ruler, *legend)]
+        names = max(9, *(len(name) for name, _ in rows))
+        return "\n".join(f"{name:>{names}} {row}" for name, row in rows)
 
     def _period(self, run: int | None) -> tuple[float, float]:
         if run is None:

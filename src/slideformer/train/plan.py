@@ -29,7 +29,7 @@ from slideformer.memory import Budget, Limit, size
 from slideformer.memory.disk import no_room
 from slideformer.memory.disk_look import DiskLook, look_at
 from slideformer.model.decoder import Decoder
-from slideformer.schedule import StepOptions, Timeline, build_step, prove, simulate
+from slideformer.schedule import StepOptions, Timeline, build_step, prove, simulate, three_digits
 from slideformer.schedule.collector import collector_put_off
 from slideformer.train.disk_use import filled_nbytes, require_writes_left
 from slideformer.train.setup import build_decoder, device_kind, engine_options, require_gds
@@ -169,8 +169,9 @@ class RunPlan:
         read, out = (nbytes / 1e9 for nbytes in self.traffic)
         share = self._endurance()
         told = "" if share is None else f", {share:.2%} of the {self.config.disk_tbw:g} TB that the disk is rated for"
-        text = f"a step reads {read:.3g} GB from disk and writes {out:.3g} GB; {steps:,} steps write "
-        text += f"{(written or 0) / 1e12:.3g} TB{told}; rings of {self.options.ring_places} tiles between disk and host"
+        all_tb = three_digits((written or 0) / 1e12)
+        text = f"a step reads {three_digits(read)} GB from disk and writes {three_digits(out)} GB; {steps:,} steps "
+        text += f"write {all_tb} TB{told}; rings of {self.options.ring_places} tiles between disk and host"
         return [*lines, *textwrap.wrap(text, TEXT_WIDTH), *textwrap.wrap(self._looked(), TEXT_WIDTH)]
 
     def _looked(self) -> str:
@@ -185,7 +186,7 @@ class RunPlan:
         """For people, within 80 columns."""
         layout, config = self.decoder.layout, self.config
         step_s, rates = self.step_s, self.rates
-        clipped = "" if self.clipped_s is None else f" ({self.clipped_s:.3g} s when clipped)"
+        clipped = "" if self.clipped_s is None else f" ({three_digits(self.clipped_s)} s when clipped)"
         lines = [
             f"{layout.numel / 1e6:,.1f} M parameters, {layout.train_numel / 1e6:,.1f} M of them trained, "
             f"{len(layout.blocks)} blocks",
@@ -203,7 +204,7 @@ class RunPlan:
             "",
             *textwrap.wrap(
                 f"a step of {config.per_device_train_batch_size} x {config.gradient_accumulation_steps} sequences of "
-                f"{config.max_length} tokens{self._parts()}: {step_s:.3g} s{clipped}, "
+                f"{config.max_length} tokens{self._parts()}: {three_digits(step_s)} s{clipped}, "
                 f"{self.tokens_per_step / step_s:,.0f} tokens/s,",
                 TEXT_WIDTH,
             ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slideformer.engine.placement import placed
 from slideformer.memory import size
+from slideformer.schedule import three_digits
 from slideformer.train.checkpoint import Progress
 from slideformer.train.console import Console
 from slideformer.train.loop import Work
@@ -37,11 +38,11 @@ def _on_disk(work: Work, start: Progress) -> str:
     terms = sorted(engine.budget.disk.items(), key=lambda pair: -pair[1])
     listed = ", ".join(f"{term} {size(nbytes)}" for term, nbytes in terms)
     read, written = engine.disk_reads_per_step / 1e9, engine.disk_writes_per_step / 1e9
-    before = f", after {start.disk_writes / 1e12:.3g} TB by earlier starts" if start.disk_writes else ""
+    before = f", after {three_digits(start.disk_writes / 1e12)} TB by earlier starts" if start.disk_writes else ""
     gds = engine.folder.gds if engine.folder is not None else None
     straight = "" if gds is None else f", GPUDirect Storage {'real' if gds.real else 'emulated'}"
     return (
         f"on disk in {work.config.offload_dir}: {size(engine.budget.disk_nbytes)} ({listed}){straight}; "
-        f"a step reads {read:.3g} GB and writes {written:.3g} GB, {steps:,} steps write {steps * written / 1e3:.3g} TB"
-        f"{before}"
+        f"a step reads {three_digits(read)} GB and writes {three_digits(written)} GB, {steps:,} steps write "
+        f"{three_digits(steps * written / 1e3)} TB{before}"
     )

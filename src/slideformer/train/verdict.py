@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from slideformer.schedule import three_digits
+
 BINDS = 0.85
 """Share of the step that a lane works for at least when it sets the pace; the rest is where steps join."""
 
@@ -28,9 +30,9 @@ def verdict(busy: Mapping[str, float], step_s: float, predicted_s: float | None,
     lane = max(busy, key=lambda name: busy[name])
     others = ", ".join(f"{name} {share:.0%}" for name, share in sorted(busy.items(), key=lambda pair: -pair[1])[1:4])
     beside = f" (then {others})" if others else ""
-    clipped = "" if clipped_s is None else f" ({clipped_s:.3g} s when clipped)"
-    promised = "" if predicted_s is None else f", {predicted_s:.3g} s by the plan{clipped}"
-    time = f"a step takes {step_s:.3g} s{promised}"
+    clipped = "" if clipped_s is None else f" ({three_digits(clipped_s)} s when clipped)"
+    promised = "" if predicted_s is None else f", {three_digits(predicted_s)} s by the plan{clipped}"
+    time = f"a step takes {three_digits(step_s)} s{promised}"
     if busy[lane] >= BINDS:
         return f"{lane} binds: {busy[lane]:.0%} of the step{beside}; {time}. {_sentence(REMEDIES[lane])}"
     return (
