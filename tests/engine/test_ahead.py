@@ -21,7 +21,7 @@ from engine.toys import (
 from slideformer.device.cpu import CpuDevice
 from slideformer.engine import EngineOptions
 from slideformer.engine.ahead import fastest_ahead, units_ahead
-from slideformer.engine.costs import ASSUMED, BlockCost, Costs, predicted_s
+from slideformer.engine.costs import ASSUMED, BlockCost, Costs, HeadCost, predicted_s
 from slideformer.engine.updates import Updates
 from slideformer.layout import Layout, Param, Unit, UnitKind
 from slideformer.memory import BatchShape
@@ -144,7 +144,8 @@ def chosen(share: float, spare_nbytes: int = 10**12, **changes):
     shape = BatchShape(1, 32, 1024, 3072, torch.bfloat16)
     times = [share * seconds for seconds in (0.0105, 0.032, 0.0105, 0.0215)]
     rates = replace(ASSUMED["cuda"], update_numel=5.48e9)
-    costs = Costs(rates, (BlockCost(*times, 0, 0),) * 12, share * 0.06, 0.0, 0, measured=False)
+    head = HeadCost(share * 0.06, 0.0, 0)
+    costs = Costs(rates, (BlockCost(*times, 0, 0, 0),) * 12, head, head, measured=False)
 
     def step_s(options: EngineOptions, clipped: bool) -> float:
         plan = build_step(layout, options.step_options(layout, torch.bfloat16))
