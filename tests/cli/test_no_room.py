@@ -79,3 +79,13 @@ def test_advice_is_true_where_an_evaluation_has_rows_of_its_own(slideformer, yam
     if train == 1:
         assert "train" not in change and "accumulation" not in change
     assert slideformer("plan", config, limit, *change.replace(": ", "=").split(", ")).returncode == 0, change
+
+
+def test_a_plan_for_the_cpu_says_that_a_limit_of_a_gpu_is_none_of_its(slideformer, yaml_for, caplog) -> None:
+    config = yaml_for(max_gpu_memory="1MiB")
+    for words in (("plan",), ("train", "--dry-run")):
+        caplog.clear()
+        assert slideformer(*words, config).returncode == 0
+        assert caplog.text.count("max_gpu_memory limits a GPU; on the CPU max_host_memory limits everything") == 1, (
+            words
+        )

@@ -166,13 +166,19 @@ def budgets_of(decoder: Decoder, costs: Costs | None) -> Budgets:
     return Budgets(decoder.layout, hidden_size=decoder.hidden_size, dtype=decoder.dtype, costs=costs)
 
 
-def _streamed(options: EngineOptions, decoder: Decoder) -> EngineOptions:
-    """Nothing stays on the device beside the window, for the CPU; units that were named stay named."""
+def warn_of_no_gpu(options: EngineOptions) -> None:
+    """For the CPU: what was asked for and only a GPU has."""
     if options.resident == "all":
         log.warning("placement: resident is for a GPU; on the CPU all memory is the host's, so all is streamed")
-        options = replace(options, resident=())
     if options.max_gpu_memory is not None:
         log.warning("max_gpu_memory limits a GPU; on the CPU max_host_memory limits everything")
+
+
+def _streamed(options: EngineOptions, decoder: Decoder) -> EngineOptions:
+    """Nothing stays on the device beside the window, for the CPU; units that were named stay named."""
+    warn_of_no_gpu(options)
+    if options.resident == "all":
+        options = replace(options, resident=())
     return replace(
         options,
         saved_on_device=saved_beside(options),

@@ -23,7 +23,7 @@ from slideformer.engine.costs import (
 )
 from slideformer.engine.fit import Budgets, host_room, spare_room
 from slideformer.engine.placement import Room, place, placed
-from slideformer.engine.settle import budgets_of, deepened, halved, saved_beside, with_disk, within_host
+from slideformer.engine.settle import budgets_of, deepened, halved, saved_beside, warn_of_no_gpu, with_disk, within_host
 from slideformer.errors import BadInput
 from slideformer.memory import Budget, Limit, size
 from slideformer.memory.disk import no_room
@@ -292,6 +292,8 @@ def plan_run(
     else:
         machine = _For(kind, rates, host_room(limit).nbytes, spare_room(limit))
     given = engine_options(config)
+    if kind == "cpu":
+        warn_of_no_gpu(given)
     options, costs, budgets = first = _sized(given, decoder, machine)
     while given.find_micro_batch and not _fits(options, budgets, machine):
         if (smaller := halved(given)) is None:
