@@ -114,6 +114,7 @@ def test_memory_for_copies_may_be_none(written, nbytes):
         ({"freeze": "("}, "no regular expression"),
         ({"dataset": {"path": "a", "weight": 0}}, "greater than 0"),
         ({"window": 0}, "greater than or equal to 1"),
+        ({"cpu_threads": 100000}, "less than or equal to 1024"),
         ({"save_total_limit": 0}, "greater than or equal to 1"),
         ({"save_strategy": "steps"}, "save_strategy is steps, but save_steps is not given: say after how many steps"),
         ({"save_strategy": "no", "save_steps": 5}, "save_steps is given, but save_strategy is no: set save_strategy: "),

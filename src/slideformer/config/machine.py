@@ -25,4 +25,4 @@ class MachineSettings(Settings):
     max_gpu_memory: Nbytes | None = None
     max_host_memory: Nbytes | None = None
     ignore_memory_limits: bool = False  # warn instead of ending where a limit will be exceeded
-    cpu_threads: int | None = Field(None, ge=1)
+    cpu_threads: int | None = Field(None, ge=1, le=1024)
