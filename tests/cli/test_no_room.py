@@ -89,3 +89,10 @@ def test_a_plan_for_the_cpu_says_that_a_limit_of_a_gpu_is_none_of_its(slideforme
         assert caplog.text.count("max_gpu_memory limits a GPU; on the CPU max_host_memory limits everything") == 1, (
             words
         )
+
+
+def test_a_plan_for_the_cpu_streams_what_is_to_be_resident_on_a_gpu_as_a_run_does(slideformer, yaml_for) -> None:
+    plans = [
+        slideformer("plan", yaml_for(placement=placement), "--json").stdout for placement in ("resident", "stream")
+    ]
+    assert plans[0] == plans[1] and json.loads(plans[0])["placement"]["resident"] == []

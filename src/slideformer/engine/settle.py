@@ -93,7 +93,8 @@ def _settle(options: EngineOptions, decoder: Decoder, device: Device, kernels: H
 def _on_cpu(options: EngineOptions, decoder: Decoder) -> Settled:
     host_nbytes = host_room(options.max_host_memory).nbytes
     budgets = budgets_of(decoder, None)
-    chosen = within_host(_streamed(options, decoder), decoder, budgets, host_nbytes)
+    warn_of_no_gpu(options)
+    chosen = within_host(streamed(options, decoder), decoder, budgets, host_nbytes)
     return Settled(chosen, _fitting(chosen, decoder, "cpu", None, None, budgets), None, budgets, host_nbytes)
 
 
@@ -174,19 +175,22 @@ def warn_of_no_gpu(options: EngineOptions) -> None:
         log.warning("max_gpu_memory limits a GPU; on the CPU max_host_memory limits everything")
 
 
-def _streamed(options: EngineOptions, decoder: Decoder) -> EngineOptions:
-    """Nothing stays on the device beside the window, for the CPU; units that were named stay named."""
-    warn_of_no_gpu(options)
+def streamed(options: EngineOptions, decoder: Decoder) -> EngineOptions:
+    """What the CPU makes of the options: all is streamed, but for units that were named."""
     if options.resident == "all":
         options = replace(options, resident=())
+    ahead = () if options.ahead == "auto" else options.ahead
+    return replace(unplaced(options, decoder), ahead=ahead, sliced_head=options.sliced_head is True)
+
+
+def unplaced(options: EngineOptions, decoder: Decoder) -> EngineOptions:
+    """Nothing stays on the device beside the window that was not said to."""
     return replace(
         options,
-        saved_on_device=saved_beside(options),
+        saved_on_device=_saved_beside(options),
         resident=options.step_options(decoder.layout, decoder.dtype).resident,
         keep=() if options.keep == "auto" else options.keep,
-        ahead=() if options.ahead == "auto" else options.ahead,
         late=() if options.late == "auto" else options.late,
-        sliced_head=options.sliced_head is True,
     )
 
 
@@ -199,7 +203,7 @@ def within_host(options: EngineOptions, decoder: Decoder, budgets: Budgets, host
     )
 
 
-def saved_beside(options: EngineOptions) -> int | None:
+def _saved_beside(options: EngineOptions) -> int | None:
     """How many saved inputs stay on a device whose memory is the host's: all, unless some are to go to disk."""
     if options.saved_on_device != "auto":
         return options.saved_on_device

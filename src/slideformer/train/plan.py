@@ -23,7 +23,16 @@ from slideformer.engine.costs import (
 )
 from slideformer.engine.fit import Budgets, host_room, spare_room
 from slideformer.engine.placement import Room, place, placed
-from slideformer.engine.settle import budgets_of, deepened, halved, saved_beside, warn_of_no_gpu, with_disk, within_host
+from slideformer.engine.settle import (
+    budgets_of,
+    deepened,
+    halved,
+    streamed,
+    unplaced,
+    warn_of_no_gpu,
+    with_disk,
+    within_host,
+)
 from slideformer.errors import BadInput
 from slideformer.memory import Budget, Limit, size
 from slideformer.memory.disk import no_room
@@ -72,8 +81,10 @@ class RunPlan:
 
     def require_fit(self) -> None:
         """Raise DoesNotFit if it needs more than there is or may be used, on the disk too, and BadInput where a run
-        could not have its folder there or may not write enough."""
+        could not have its folder there or may not write enough. Warns, as a run does, of what only a GPU has."""
         decoder = self.decoder
+        if self.device_kind == "cpu":
+            warn_of_no_gpu(engine_options(self.config))
         require_fit(
             decoder.layout,
             self.options,
@@ -292,8 +303,6 @@ def plan_run(
     else:
         machine = _For(kind, rates, host_room(limit).nbytes, spare_room(limit))
     given = engine_options(config)
-    if kind == "cpu":
-        warn_of_no_gpu(given)
     options, costs, budgets = first = _sized(given, decoder, machine)
     while given.find_micro_batch and not _fits(options, budgets, machine):
         if (smaller := halved(given)) is None:
@@ -338,22 +347,11 @@ def _settled(options: EngineOptions, decoder: Decoder, costs: Costs, budgets: Bu
     """What the engine decides by the room there is, but for updates ahead and, after those, the depth of rings. The
     device is what max_gpu_memory says: none is asked here."""
     if machine.kind == "cpu":
-        return within_host(_unplaced(options, decoder), decoder, budgets, machine.host_nbytes)
-    placed = _unplaced(options, decoder)
+        return within_host(streamed(options, decoder), decoder, budgets, machine.host_nbytes)
+    placed = unplaced(options, decoder)
     if options.max_gpu_memory is not None:
         placed = place(_room(options, decoder, costs, budgets, machine))
     return with_disk(placed, decoder, machine.kind, budgets, machine.host_nbytes)
-
-
-def _unplaced(options: EngineOptions, decoder: Decoder) -> EngineOptions:
-    """Nothing is on the device beside the window that was not said to be."""
-    return replace(
-        options,
-        saved_on_device=saved_beside(options),
-        resident=options.step_options(decoder.layout, decoder.dtype).resident,
-        keep=() if options.keep == "auto" else options.keep,
-        late=() if options.late == "auto" else options.late,
-    )
 
 
 def _room(options: EngineOptions, decoder: Decoder, costs: Costs, budgets: Budgets, machine: _For) -> Room:
@@ -367,8 +365,6 @@ def _with_ahead(
     """With updates ahead in what the host has to spare."""
     if options.ahead != "auto":
         return options
-    if machine.kind == "cpu":
-        return replace(options, ahead=())
     step_s = _room(options, decoder, costs, budgets, machine).step_s
     spare_nbytes = machine.spare_nbytes - budgets.of(options).host_nbytes
     return replace(options, ahead=fastest_ahead(decoder.layout, options, spare_nbytes, costs, step_s))
