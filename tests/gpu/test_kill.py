@@ -16,13 +16,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from data.byte_tokenizer import make_codec  # noqa: E402
+from gpu.saved_model import save, write_rows  # noqa: E402
 from shapes import shape  # noqa: E402
 from slideformer.train import checkpoint, retention  # noqa: E402
 
@@ -38,20 +36,14 @@ main()
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    config = shape("llama-3.2-1b")
-    config.pad_token_id, config.eos_token_id, config.bos_token_id = 258, 258, 256
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    torch.cuda.empty_cache()
-    make_codec().tokenizer.save_pretrained(folder)
+    save(shape("llama-3.2-1b"), folder)
     return folder
 
 
 def start(folder: Path, model: Path, **settings: object) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"{i} and {i * i} " * 60}) + "\n" for i in range(24)))
+    write_rows(rows)
     fields = {
         "model_name_or_path": str(model),
         "dataset": str(rows),

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from data.byte_tokenizer import make_codec  # noqa: E402
+from gpu.saved_model import save, write_rows  # noqa: E402
 from shapes import shape  # noqa: E402
 from slideformer.config import TrainConfig  # noqa: E402
 from slideformer.device.cuda import CudaDevice  # noqa: E402
@@ -49,14 +48,9 @@ def fields(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     folder = tmp_path_factory.mktemp("model")
     config = shape("llama-3.2-1b")
     config.num_hidden_layers = 4
-    config.pad_token_id, config.eos_token_id, config.bos_token_id = 258, 258, 256
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    torch.cuda.empty_cache()
-    make_codec().tokenizer.save_pretrained(folder)
+    save(config, folder)
     rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"{i} and {i * i} " * 60}) + "\n" for i in range(24)))
+    write_rows(rows)
     sizes = {"max_length": 512, "per_device_train_batch_size": 4, "max_steps": 4, "learning_rate": 1e-4}
     saves = {"save_steps": 2, "save_total_limit": None}
     return {"model_name_or_path": str(folder), "dataset": str(rows), "device": "cuda", **sizes, **saves}

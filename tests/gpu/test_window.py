@@ -18,7 +18,8 @@ from slideformer.model.decoder import Decoder
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from shapes import random_tokens, random_weight  # noqa: E402
+from pool import fill  # noqa: E402
+from shapes import random_tokens  # noqa: E402
 
 CONFIG = LlamaConfig(
     vocab_size=8192,
@@ -41,10 +42,7 @@ def run(steps: int = 3, **options: object) -> tuple[Engine, int, list[tuple[floa
     batch = [MicroBatch(t, t) for t in random_tokens(0, 2, 256, CONFIG.vocab_size).split(2)]
     found = EngineOptions(micro_batch_size=2, max_length=256, **GIVEN, **options)
     with CudaDevice() as device, Engine(decoder, device, found) as engine:
-        for index, unit in enumerate(engine.layout.units):
-            for param in unit.params:
-                values = random_weight(param.name, param.shape, "cuda").cpu().flatten()
-                engine.write(index, unit.offsets[param.name], values)
+        fill(engine)
         results = [engine.step(batch, lr=1e-3) for _ in range(steps)]
         found = [(r.loss, r.grad_norm) for r in results]
         engine.synchronize()
