@@ -87,12 +87,17 @@ def parts_s(timelines: Sequence[Timeline], sizes: Sizes) -> dict[str, float | No
         found["backward"].append(sum(s.end_s - s.start_s for s in compute) - forward)
     parts: dict[str, float | None] = {name: _short(statistics.median(times)) for name, times in found.items()}
     updates = [(s, sizes.updated_numel(s.op)) for t in timelines for s in t.spans if s.op.kind in UPDATES]
-    updates = updates or [found for t in timelines for found in _ahead(t, sizes)]
-    numel = sum(numel for _, numel in updates)
+    ahead = [found for t in timelines for found in _ahead(t, sizes)]
+    updates = max(updates, ahead, key=_numel)  # a norm's vector alone may be left to update in place
+    numel = _numel(updates)
     all_numel = sum(unit.train_numel for unit in sizes.layout.units)
     took = sum(s.end_s - s.start_s for s, _ in updates)
     parts["update"] = _short(took * all_numel / numel) if numel else None
     return parts
+
+
+def _numel(updates: Sequence[tuple[Span, float]]) -> float:
+    return sum(numel for _, numel in updates)
 
 
 def _ahead(timeline: Timeline, sizes: Sizes) -> Iterator[tuple[Span, float]]:

@@ -89,6 +89,20 @@ def test_of_a_step_with_everything_ahead_the_update_is_told_by_bytes(clipped):
     assert found == pytest.approx(2.6 * len(tiles) * all_numel / numel, rel=1e-4)
 
 
+def test_a_vector_left_to_update_in_place_says_nothing_of_the_rate():
+    """Of all parameters only the final norm's 64 are updated in place, in a second that is the thread's, not theirs."""
+    options = replace(OPTIONS, update="deferred", max_grad_norm=1.0, ahead=tuple(range(len(DECODER.layout.units) - 2)))
+    ops = build_step(DECODER.layout, options.step_options(DECODER.layout, torch.bfloat16)).ops
+    last = len(DECODER.layout.units) - 1
+    left = next(op for op in ops if op.kind is OpKind.UPDATE and op.unit == last)
+    ahead = next(op for op in ops if op.kind is OpKind.UPDATE_AHEAD)
+    numel = {op: DECODER.layout.tiles(op.unit, trained=True)[op.tile].numel for op in (left, ahead)}
+    assert numel[left] < numel[ahead] / 10
+    found = parts_s([Timeline((Span(ahead, 0, 0.0, 2.0), Span(left, 0, 2.0, 3.0)))], SIZES)["update"]
+    all_numel = sum(unit.train_numel for unit in DECODER.layout.units)
+    assert found == pytest.approx(2.0 * all_numel / numel[ahead], rel=1e-4)
+
+
 def test_a_measured_step_says_both(line):
     streamed, resident = line("ours-streamed"), line("ours-resident")
     parts = streamed["parts_s"]
