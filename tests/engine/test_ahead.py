@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -57,12 +58,27 @@ def settled(monkeypatch):
 def test_clipped_and_unclipped_steps_equal_the_sequential_loop(tied, ahead, micro_batches, dtype, settled):
     decoder = toy_decoder(tied=tied, dtype=dtype)
     options = toy_options(micro_batches=micro_batches, max_grad_norm=CLIP, ahead=ahead)
-    steps = repeated(toy_batch(micro_batches))
+    steps = repeated(toy_batch(micro_batches), steps=10)
     expected = run_sequential(decoder, options, steps)
-    assert min(expected.norms) < CLIP < max(expected.norms)
+    assert max(expected.norms) > CLIP
+    assert any(max(pair) < CLIP for pair in pairwise(expected.norms))  # after a clipped step nothing is tried
     with engine_on(decoder, options, CpuDevice(jitter_s=1e-3, poison=True)) as engine:
         assert run_engine(engine, steps) == expected
     assert True in settled and False in settled
+
+
+@pytest.mark.parametrize("clip", [0.5, 100.0])
+def test_nothing_is_tried_ahead_after_a_clipped_step(clip, monkeypatch):
+    tried: list[bool] = []
+    hopeful = Updates._hopeful
+    monkeypatch.setattr(Updates, "_hopeful", lambda *args: tried.append(hopeful(*args)) or tried[-1])
+    decoder = toy_decoder(tied=False)
+    options = toy_options(max_grad_norm=clip, ahead=(1, 2))
+    steps = repeated(toy_batch(1), steps=3)
+    with engine_on(decoder, options, CpuDevice()) as engine:
+        assert run_engine(engine, steps) == run_sequential(decoder, options, steps)
+    after_the_first = tried[len(tried) // 3 :]
+    assert after_the_first and set(after_the_first) == {clip == 100.0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

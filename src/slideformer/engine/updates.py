@@ -3,7 +3,8 @@
 Ahead: while backward still runs, new planes and moments are written to the tile's spare copy as if nothing were
 clipped. When the global norm is known and does not clip, the spare copy becomes the state. If it does, the spare copy
 first gets the new weights, which is all that the next forward reads, and the rest of the new state after all tiles'
-weights; both from the old copy, with the right factor. Either way the result is that of the update in place.
+weights; both from the old copy, with the right factor. Either way the result is that of the update in place. Clipped
+steps come in rows: after one, nothing is tried ahead, since it would be done again.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Updates:
     def __init__(self, layout: Layout, options: EngineOptions, kernels: HostKernels) -> None:
         self.layout, self.options, self.kernels = layout, options, kernels
         self.num_updates = 0
+        self._clipped = False  # the step before
 
     def table(self) -> dict[OpKind, Callable[[Reach, Run, Op], None]]:
         return {
@@ -100,6 +102,7 @@ class Updates:
         verdict, twin = self._permitted(reach, run), reach.twin("spare")
         if verdict is None:
             return
+        self._clipped = verdict.decay.grad_scale != 1.0
         if not self._holds(run, op, verdict):
             self._tile(op, self._planes(reach, op), reach["grad"], verdict, Into(twin.other, _new_parts(op)))
         twin.swap()
@@ -109,6 +112,7 @@ class Updates:
         verdict, twin, rows = self._permitted(reach, run), reach.twin("spare"), reach["row_grad"]
         if verdict is None:
             return
+        self._clipped = verdict.decay.grad_scale != 1.0
         planes, into = self._planes(reach, op), Into(twin.other)
         if not self._holds(run, op, verdict):
             into = Into(twin.other, _new_parts(op))
@@ -138,11 +142,11 @@ class Updates:
         return old, Into(new._replace(**{plane: reach[plane][:numel] for plane in parts.fields()}), parts)
 
     def _hopeful(self, reach: Reach, run: Run, op: Op) -> bool:
-        """Whether the step may still end unclipped: the sum of squares only grows."""
+        """Whether the step may still end unclipped: the sum of squares only grows. After a clipped one: no."""
         if "norms" in reach and (op.tile == 0 or self._sliced(op)):
             run.squares += sum(n * n for n in reach["norms"].tolist())
         limit = self.options.max_grad_norm
-        return math.isfinite(run.squares) and (limit <= 0 or math.sqrt(run.squares) <= limit)
+        return not self._clipped and math.isfinite(run.squares) and (limit <= 0 or math.sqrt(run.squares) <= limit)
 
     def _sliced(self, op: Op) -> bool:
         """Its tiles come with norms of their own."""
