@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,20 +10,27 @@ import pytest
 import torch
 
 from engine.toys import (
+    LR,
+    TINY_VOCAB,
+    Outcome,
     engine_on,
     on_disk,
     repeated,
     run_engine,
     run_sequential,
     state_hashes,
+    tiny_batch,
+    tiny_decoder,
     toy_batch,
     toy_decoder,
     toy_options,
+    write_weights,
 )
 from slideformer.device.cpu import CpuDevice
 from slideformer.engine import EngineOptions
 from slideformer.engine.ahead import fastest_ahead, units_ahead
 from slideformer.engine.costs import ASSUMED, BlockCost, Costs, HeadCost, predicted_s
+from slideformer.engine.host_actions import HostActions
 from slideformer.engine.updates import Updates
 from slideformer.layout import Layout, Param, Unit, UnitKind
 from slideformer.memory import BatchShape
@@ -79,6 +87,75 @@ def test_nothing_is_tried_ahead_after_a_clipped_step(clip, monkeypatch):
         assert run_engine(engine, steps) == run_sequential(decoder, options, steps)
     after_the_first = tried[len(tried) // 3 :]
     assert after_the_first and set(after_the_first) == {clip == 100.0}
+
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def in_two(monkeypatch):
+    """Holds an op that settles rows of the table until the next batch is known, and one that settles the others until
+    the next batch's rows are gathered. How many rows each of the latter had left; the last step knows of no next."""
+    gathered, left, last = threading.Condition(), [], []
+    gather, others, read_next = HostActions.gather, Updates.settle_others, Updates._read_next
+    done: dict[int, int] = {}
+
+    def counting(self, reach, run, op):
+        gather(self, reach, run, op)
+        with gathered:
+            done[id(run.feed)] = done.get(id(run.feed), 0) + 1
+            gathered.notify_all()
+
+    def knowing(self, run, op):
+        with gathered:
+            assert gathered.wait_for(lambda: run.next_feed is not None or last == [id(run)], PATIENCE_S)
+        return read_next(self, run, op)
+
+    def behind(self, reach, run, op):
+        tiles = len(self.layout.tiles(op.unit))
+        with gathered:
+            waits = run.next_feed is not None
+            assert not waits or gathered.wait_for(lambda: done.get(id(run.next_feed)) == tiles, PATIENCE_S)
+        rows = reach.cell("other_rows").value
+        left.append(0 if rows is None else int(rows.sum()))
+        others(self, reach, run, op)
+
+    for owner, name, action in (
+        (HostActions, "gather", counting),
+        (Updates, "_read_next", knowing),
+        (Updates, "settle_others", behind),
+    ):
+        monkeypatch.setattr(owner, name, action)
+
+    def submit(engine, steps):
+        write_weights(engine.layout, engine)
+        results = []
+        for index, (batch, lr) in enumerate(steps):
+            results.append(engine.step(batch, lr=lr))
+            with gathered:
+                last[:] = [id(results[-1]._run)] if index == len(steps) - 1 else []
+                gathered.notify_all()
+        engine.synchronize()
+        return Outcome(*zip(*((r.loss, r.grad_norm) for r in results), strict=True), state_hashes(engine)), left
+
+    return submit
+
+
+@pytest.mark.parametrize("clip", [0.5, 100.0], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("sliced", [False, True], ids=["", "sliced head"])
+def test_the_next_batch_is_gathered_before_other_rows_of_the_table_are_settled(sliced, tied, dtype, clip, in_two):
+    decoder = tiny_decoder(tied=tied, dtype=dtype)
+    options = toy_options(max_grad_norm=clip, ahead=(0, 1), sliced_head=sliced)
+    steps = [(tiny_batch(seed=seed), LR) for seed in range(5)]
+    expected = run_sequential(decoder, options, steps)
+    with engine_on(decoder, options) as engine:
+        found, left = in_two(engine, steps)
+    assert found == expected
+    tiles = len(decoder.layout.tiles(0))
+    assert tiles > 2 and len(left) == 5 * tiles
+    assert min(sum(left[step * tiles :][:tiles]) for step in range(4)) > TINY_VOCAB // 4 and sum(left[-tiles:]) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -69,6 +69,7 @@ OPTIONAL = {
     (OpKind.REDUCE_OUTPUT, "row_grad"), (OpKind.REDUCE_OUTPUT, "batch"),
     (OpKind.UPDATE, "norms"), (OpKind.UPDATE_REST, "norms"), (OpKind.UPDATE_ROWS, "norms"),
     (OpKind.UPDATE_REST, "grad"), (OpKind.REST_AHEAD, "grad"), (OpKind.SETTLE_ROWS, "grad"),
+    (OpKind.SETTLE_OTHERS, "grad"),
     (OpKind.UPDATE_AHEAD, "norms"), (OpKind.REST_AHEAD, "norms"), (OpKind.COMPLETE, "residual"),
     (OpKind.COMPLETE_ROWS, "residual"), (OpKind.COMPLETE_ROWS, "grad"),
 }  # fmt: skip
@@ -76,7 +77,7 @@ OPTIONAL = {
 there."""
 
 
-DECLARED_ONLY = {(OpKind.TOTAL, "verdict")}
+DECLARED_ONLY = {(OpKind.TOTAL, "verdict"), (OpKind.UPLOAD, "other_rows"), (OpKind.REST_AHEAD, "other_rows")}
 
 
 def missed(engine: Engine, op: Op, run: Run) -> set[str]:
@@ -84,7 +85,8 @@ def missed(engine: Engine, op: Op, run: Run) -> set[str]:
     roles = set()
     for ahead in (run.ahead, set()):
         try:
-            engine.executor._actions[op.kind](Reach(op, engine.executor.buffers), replace(run, ahead=ahead), op)
+            again = replace(run, ahead=ahead, next_feed=run.feed)
+            engine.executor._actions[op.kind](Reach(op, engine.executor.buffers), again, op)
         except KeyError as missing:
             roles |= set(missing.args)
     return roles

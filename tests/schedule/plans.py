@@ -318,7 +318,7 @@ class Interpreter:
         self.order.append((run, index))
 
     def _found(self, buffer: Buffer) -> object:
-        if buffer.place in (*STATE, "home"):
+        if buffer.place in (*STATE, "home", "other_rows"):
             return self.holds.get(buffer, (str(buffer.place), *buffer.index, 0))
         return self.holds.get(buffer, self._left_by_another_pass(buffer))
 
@@ -342,7 +342,7 @@ class Interpreter:
             return (run, content) if first else (*content[:-1], run + int(content[-1]))
         if buffer.place is Place.DENSE and buffer.place in self.plan.keeps and not self.case.options.first:
             return content
-        if buffer.place not in STATE:
+        if buffer.place not in (*STATE, "other_rows"):
             return (run, content)
         name, unit, tile, version = content
         trained = self.plan.trains and tile < len(self.case.layout.tiles(unit, trained=True))

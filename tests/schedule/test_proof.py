@@ -221,4 +221,4 @@ def test_the_proof_shares_no_code_with_program_and_waits():
                 assert not any(a.name.startswith("slideformer") for a in node.names)
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("slideformer.schedule."):
                 todo += [n for n in [node.module.rpartition(".")[2]] if n not in seen]
-    assert seen == {"check", "effects", "generation_effects", "ops", "options", "pass_options"}
+    assert seen == {"check", "effect_pieces", "effects", "generation_effects", "ops", "options", "pass_options"}

@@ -296,14 +296,19 @@ class _Clock:
                 return 0.0
             case OpKind.UPDATE | OpKind.UPDATE_AHEAD:
                 share = 1.0
-            case OpKind.SETTLE | OpKind.SETTLE_ROWS if self.clipped:  # reads everything, and writes what is uploaded
-                share = (12 + 2 * self.itemsize) / (24 + self.itemsize)
+            case OpKind.SETTLE | OpKind.SETTLE_ROWS | OpKind.SETTLE_OTHERS if self.clipped:
+                share = (12 + 2 * self.itemsize) / (24 + self.itemsize)  # reads everything, and writes what is uploaded
+                share *= {OpKind.SETTLE_ROWS: self.touched, OpKind.SETTLE_OTHERS: 1 - self.touched}.get(op.kind, 1.0)
             case OpKind.COMPLETE | OpKind.COMPLETE_ROWS:  # reads the gradient, and planes where one is left to write
                 share = ((12 if self.itemsize < 4 else 8) + 12) / (24 + self.itemsize)
             case OpKind.UPDATE_REST | OpKind.REST_AHEAD:
                 share = 1 - self.touched
-            case OpKind.UPDATE_ROWS | OpKind.SETTLE_ROWS:
+            case OpKind.UPDATE_ROWS:
                 share = self.touched
+            case OpKind.SETTLE_ROWS:  # as if two batches' rows had nothing to do with each other
+                share = self.touched * self.touched
+            case OpKind.SETTLE_OTHERS:
+                share = self.touched * (1 - self.touched)
             case _:
                 return None
         return share * self._trained_numel(op) / self.update_numel

@@ -136,6 +136,7 @@ class Executor:
         before: list[Mark] = []
         if self._last is not None and self._last[0] is plan:
             before = self._last[1].marks
+            self._last[1].next_feed = run.feed
         else:
             self.synchronize()
         self.device.anchor()

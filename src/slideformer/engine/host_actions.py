@@ -92,8 +92,7 @@ class HostActions:
         self._go(reach, run, grad_scale=scale)
 
     def _go(self, reach: Reach, run: Run, *, grad_scale: float) -> None:
-        reach.cell("verdict").value = self.updates.next_verdict(run, grad_scale=grad_scale)
-        self.updates.num_updates += 1
+        reach.cell("verdict").value = self.updates.begin(run, grad_scale=grad_scale)
 
     def total(self, reach: Reach, run: Run, op: Op) -> None:
         run.grad_norm = _total_norm(reach)

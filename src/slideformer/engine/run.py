@@ -42,6 +42,7 @@ class Run:
     grad_norm: float = 0.0
     nonfinite: bool = False
     writes_started: bool = False
+    next_feed: Feed | None = None  # of the run that follows, as soon as that is submitted
     squares: float = 0.0  # of the norms of units updated ahead, as far as they are known
     ahead: set[tuple[int, int]] = field(default_factory=set)  # (unit, tile) whose spare copy holds the new state
     marks: list[Mark] = field(default_factory=list)

@@ -3,8 +3,10 @@
 Ahead: while backward still runs, new planes and moments are written to the tile's spare copy as if nothing were
 clipped. When the global norm is known and does not clip, the spare copy becomes the state. If it does, the spare copy
 first gets the new weights, which is all that the next forward reads, and the rest of the new state after all tiles'
-weights; both from the old copy, with the right factor. Either way the result is that of the update in place. Clipped
-steps come in rows: after one, nothing is tried ahead, since it would be done again.
+weights; both from the old copy, with the right factor. Of the table the first to be done are the rows that the next
+batch touches, if that is known by then; the others are not needed before the output projection. Either way the result
+is that of the update in place. Clipped steps come in rows: after one, nothing is tried ahead, since it would be done
+again.
 """
 
 from __future__ import annotations
@@ -51,12 +53,20 @@ class Updates:
             OpKind.REST_AHEAD: self.rest_ahead,
             OpKind.SETTLE: self.settle,
             OpKind.SETTLE_ROWS: self.settle_rows,
+            OpKind.SETTLE_OTHERS: self.settle_others,
             OpKind.COMPLETE: self.complete,
             OpKind.COMPLETE_ROWS: self.complete_rows,
         }
 
+    def begin(self, run: Run, *, grad_scale: float) -> Verdict:
+        """The numbers of an update that counts as applied from now on."""
+        verdict = self.next_verdict(run, grad_scale=grad_scale)
+        self.num_updates += 1
+        self._clipped = grad_scale != 1.0
+        return verdict
+
     def next_verdict(self, run: Run, *, grad_scale: float) -> Verdict:
-        """The numbers of the next update; it counts as applied when `num_updates` says so."""
+        """The numbers of the next update."""
         o, step = self.options, self.num_updates + 1
 
         def hyper(weight_decay: float) -> Hyper:
@@ -102,23 +112,45 @@ class Updates:
         verdict, twin = self._permitted(reach, run), reach.twin("spare")
         if verdict is None:
             return
-        self._clipped = verdict.decay.grad_scale != 1.0
         if not self._holds(run, op, verdict):
             self._tile(op, self._planes(reach, op), reach["grad"], verdict, Into(twin.other, _new_parts(op)))
         twin.swap()
 
     def settle_rows(self, reach: Reach, run: Run, op: Op) -> None:
+        """Those that the next batch touches, or all if that is not known yet. Which are left is for `settle_others`."""
+        verdict, twin, left = self._permitted(reach, run), reach.twin("spare"), reach.cell("other_rows")
+        if verdict is not None:
+            planes, among = self._planes(reach, op), self._read_next(run, op)
+            left.value = None if among is None else ~among
+            self._settle_rows(reach, run, op, verdict, planes, twin.other, among)
+            twin.swap()
+
+    def settle_others(self, reach: Reach, run: Run, op: Op) -> None:
+        """Beside a gather that reads others of the tile."""
+        verdict, twin, left = self._permitted(reach, run), reach.twin("spare"), reach.cell("other_rows").value
+        if verdict is not None and isinstance(left, torch.Tensor):
+            numel = self.layout.tiles(op.unit, trained=True)[op.tile].numel
+            old = Planes(*(plane[:numel] for plane in twin.other))
+            self._settle_rows(reach, run, op, verdict, old, self._planes(reach, op), left)
+
+    def _settle_rows(
+        self, reach: Reach, run: Run, op: Op, verdict: Verdict, old: Planes, new: Planes, among: torch.Tensor | None
+    ) -> None:
         """Rows that the batch did not touch are there already if what was done ahead holds."""
-        verdict, twin, rows = self._permitted(reach, run), reach.twin("spare"), reach["row_grad"]
-        if verdict is None:
-            return
-        self._clipped = verdict.decay.grad_scale != 1.0
-        planes, into = self._planes(reach, op), Into(twin.other)
+        into = Into(new)
         if not self._holds(run, op, verdict):
-            into = Into(twin.other, _new_parts(op))
-            self._rest(op, run, planes, _optional(reach, "grad"), verdict, into)
-        self._rows(op, run, planes, rows, verdict, into)
-        twin.swap()
+            into = Into(new, _new_parts(op))
+            self._rest(op, run, old, _optional(reach, "grad"), verdict, into, among)
+        self._rows(op, run, old, reach["row_grad"], verdict, into, among)
+
+    def _read_next(self, run: Run, op: Op) -> torch.Tensor | None:
+        """Which rows of a tile of the table the next batch touches, as a mask; None if that is not known yet."""
+        feed = run.next_feed
+        if feed is None:
+            return None
+        among = torch.zeros(self.layout.tiles(op.unit)[op.tile].numel // self._width(op), dtype=torch.bool)
+        among[feed.rows_by_tile[op.tile][0]] = True
+        return among
 
     def complete(self, reach: Reach, run: Run, op: Op) -> None:
         """What `settle` has left out, from the copy that was the current one before it."""
@@ -193,9 +225,12 @@ class Updates:
         grad: torch.Tensor | None,
         verdict: Verdict,
         into: Into = IN_PLACE,
+        among: torch.Tensor | None = None,
     ) -> None:
+        """Rows that the batch did not touch, among those of the mask, or all."""
         touched, _, _ = run.feed.rows_by_tile[op.tile]
-        rest = torch.ones(planes.weight.numel() // self._width(op), dtype=torch.bool)
+        num_rows = planes.weight.numel() // self._width(op)
+        rest = torch.ones(num_rows, dtype=torch.bool) if among is None else among.clone()
         rest[touched] = False
         rows = rest.nonzero().squeeze(1)
         if grad is not None:
@@ -203,13 +238,24 @@ class Updates:
         self._some_rows(op, planes, rows, grad, None if grad is None else rows, verdict, into)
 
     def _rows(
-        self, op: Op, run: Run, planes: Planes, grad: torch.Tensor, verdict: Verdict, into: Into = IN_PLACE
+        self,
+        op: Op,
+        run: Run,
+        planes: Planes,
+        grad: torch.Tensor,
+        verdict: Verdict,
+        into: Into = IN_PLACE,
+        among: torch.Tensor | None = None,
     ) -> None:
+        """Rows that the batch touched, among those of the mask, or all. grad: of all touched rows of the table."""
         rows, begin, end = run.feed.rows_by_tile[op.tile]
         if end > begin:
-            width = self._width(op)
+            width, places = self._width(op), None
+            if among is not None:
+                places = among[rows].nonzero().squeeze(1)
+                rows = rows[places]
             part = grad[begin * width : end * width].view(-1, width)
-            self._some_rows(op, planes, rows, part, None, verdict, into)
+            self._some_rows(op, planes, rows, part, places, verdict, into)
 
     def _some_rows(
         self,
@@ -232,8 +278,8 @@ class Updates:
 
 
 def _new_parts(op: Op) -> Parts:
-    """What is as it is to be after the step when the op is done, and was not before."""
-    new = {a.role for a in op.accesses if a.leaves == (a.role, op.unit, op.tile, 1)}
+    """What is as it is to be after the step when the op is done, in the rows that it is for."""
+    new = {a.role for a in op.accesses if (a.leaves or a.needs) == (a.role, op.unit, op.tile, 1)}
     return Parts(sum(part for part in Parts if new & set(part.fields())))
 
 

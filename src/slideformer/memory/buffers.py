@@ -117,7 +117,7 @@ class _Sizes:
                 return Need(Tier.STAGING, self.staged[content], DTYPES[content])
             case Place.STAGED_SAVED:
                 return Need(Tier.STAGING, self.hidden, dtype)
-            case Place.CALL | Place.VERDICT | Place.GRAPH | Place.HEAD_STATE:
+            case Place.CALL | Place.VERDICT | Place.GRAPH | Place.HEAD_STATE | Place.OTHER_ROWS:
                 return Need(Tier.CELL)
             case Place.ROWS_HOST | Place.ROW_GRAD_HOST:
                 return Need(Tier.LOCKED, self.rows, dtype)

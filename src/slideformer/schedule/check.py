@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import Counter
 
 from slideformer.layout import Layout
-from slideformer.schedule.effects import Effect, Effects
+from slideformer.schedule.effect_pieces import Effect
+from slideformer.schedule.effects import Effects
 from slideformer.schedule.generation_effects import PassEffects
 from slideformer.schedule.ops import (
     DISK_LANES,
@@ -100,7 +101,7 @@ def _prove_contents(plan: Plan, effects: Effects) -> None:
     layout, options = effects.layout, effects.options
     holds: dict[Buffer, Content] = {}
     for buffer in plan.buffers():
-        if buffer.place in STATE_PLACES or buffer.place is Place.HOME:
+        if buffer.place in STATE_PLACES | {Place.HOME, Place.OTHER_ROWS}:
             holds[buffer] = (str(buffer.place), *buffer.index, 0)
         elif isinstance(effects, PassEffects) and (found := effects.found(buffer)) is not None:
             holds[buffer] = found
@@ -122,7 +123,7 @@ def _prove_contents(plan: Plan, effects: Effects) -> None:
                 raise PlanError(f"{unit.name}: its state on the device ends as {holds.get(home)}")
             trained_tiles = 0  # on the host there is nothing of it
         for tile in range(len(layout.tiles(index))):
-            for place in STATE_PLACES:
+            for place in STATE_PLACES | ({Place.OTHER_ROWS} if index == 0 and effects.in_two else set()):
                 buffer = Buffer(place, (index, tile))
                 found = holds.get(buffer, (str(place), index, tile, 0))
                 if found != (str(place), index, tile, 1 if tile < trained_tiles else 0):

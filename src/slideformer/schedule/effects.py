@@ -7,40 +7,22 @@ kind does for its unit, tile and micro-batch is fixed, and this file is where it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
-from slideformer.layout import Layout, UnitKind
-from slideformer.schedule.ops import Content, Op, OpKind, Place
-from slideformer.schedule.options import StepOptions, Update
+from slideformer.layout import Layout
+from slideformer.schedule.effect_pieces import STATE, Effect, Pieces, copied, summed
+from slideformer.schedule.ops import Op, OpKind, Place
+from slideformer.schedule.options import StepOptions
 
-STATE = (Place.WEIGHT, Place.RESIDUAL, Place.EXP_AVG, Place.EXP_AVG_SQ)
 AHEAD = {OpKind.UPDATE_AHEAD, OpKind.REST_AHEAD}
-SETTLES, COMPLETES = {OpKind.SETTLE, OpKind.SETTLE_ROWS}, {OpKind.COMPLETE, OpKind.COMPLETE_ROWS}
+SETTLES = {OpKind.SETTLE, OpKind.SETTLE_ROWS}
+COMPLETES = {OpKind.COMPLETE, OpKind.COMPLETE_ROWS}
 
 
-class Effect(NamedTuple):
-    """An access without its position: the role, the kind of buffer, what is found there and what is left there."""
-
-    role: str
-    place: Place
-    needs: Content | None
-    leaves: Content | None
-
-
-class Effects:
+class Effects(Pieces):
     """The effects of every op of the plans of one layout and one set of options."""
 
     def __init__(self, layout: Layout, options: StepOptions) -> None:
-        self.layout, self.options = layout, options
-        self.trained = [u.train_numel > 0 for u in layout.units]
-        self.num_tiles = [len(layout.tiles(i)) for i in range(len(layout.units))]
-        self.boundary = {unit: b for b, unit in enumerate(layout.blocks)}
-        self.glue, self.final = layout.find(UnitKind.GLUE), layout.find(UnitKind.FINAL)
-        self.eager = options.update is Update.EAGER
-        self.resident, self.sliced = frozenset(options.resident), options.sliced_head
-        self.disk = frozenset(options.disk)
-        below = [0, *([] if self.glue is None else [self.glue]), *layout.blocks]
-        self.lowest = min((u for u in below if self.trained[u]), default=len(layout.units))
+        super().__init__(layout, options)
         self._group_of: dict[OpKind, Callable[[Op], Iterator[Effect]]] = {}  # which of the groups below knows a kind
 
     def of(self, op: Op) -> list[Effect]:
@@ -53,11 +35,6 @@ class Effects:
                 self._group_of[op.kind] = group
                 return found
         raise AssertionError(f"{op} is of a kind without effects")
-
-    def norms(self) -> list[tuple[int, int]]:
-        """(unit, part) of every norm of a step. Part 1 of the table: the rows that the batch touches."""
-        parts = [(u, 0) for u, trained in enumerate(self.trained) if trained and (u or self.layout.tied)]
-        return parts + ([(0, 1)] if self.trained[0] else [])
 
     def _up(self, op: Op) -> Iterator[Effect]:
         unit, tile, micro = op.unit, op.tile, op.micro
@@ -96,15 +73,15 @@ class Effects:
                 yield Effect("source", Place.ROWS_HOST, ("rows", self.num_tiles[0]), None)
                 yield Effect("target", Place.ROWS, None, ("rows",))
             case OpKind.SPILL if value[:1] in (("x",), ("d",)) and value[2] == op.micro:
-                yield from _copy(Place.HIDDEN, self._saved(op), value)
+                yield from copied(Place.HIDDEN, self._saved(op), value)
             case OpKind.FETCH if value[:1] in (("x",), ("d",)) and value[2] == op.micro:
-                yield from _copy(self._saved(op), Place.HIDDEN, value)
+                yield from copied(self._saved(op), Place.HIDDEN, value)
             case OpKind.REPORT if value[:2] == ("norm", op.unit):
-                yield from _copy(Place.NORM, Place.NORM_HOST, value)
+                yield from copied(Place.NORM, Place.NORM_HOST, value)
             case OpKind.SPILL | OpKind.FETCH | OpKind.REPORT:
                 yield Effect("source", Place.HIDDEN, (f"a content of {op}",), None)
             case OpKind.DOWNLOAD_ROWS:
-                yield from _copy(Place.ROW_GRAD, Place.ROW_GRAD_HOST, ("row_grad",))
+                yield from copied(Place.ROW_GRAD, Place.ROW_GRAD_HOST, ("row_grad",))
             case OpKind.REPORT_LOSS:
                 yield Effect("source", Place.LOSS, ("loss", self.options.micro_batches), None)
                 yield Effect("target", Place.LOSS_HOST, None, ("loss",))
@@ -196,13 +173,13 @@ class Effects:
         unit, full = op.unit, self.options.micro_batches
         match op.kind:
             case OpKind.REDUCE | OpKind.REDUCE_OUTPUT:
-                yield from _sum(self._sum(unit), self._grad(unit), ("sum", unit, full), ("grad", unit))
+                yield from summed(self._sum(unit), self._grad(unit), ("sum", unit, full), ("grad", unit))
                 yield Effect("norm", Place.NORM, None, ("norm", unit, 0))
                 if op.kind is OpKind.REDUCE_OUTPUT and self.layout.tied:
                     yield Effect("batch", Place.BATCH, ("batch",), None)
                     yield Effect("row_grad", self._row_sum(), None, ("row_sum", 0))
             case OpKind.REDUCE_ROWS:
-                yield from _sum(self._row_sum(), Place.ROW_GRAD, ("row_sum", full), ("row_grad",))
+                yield from summed(self._row_sum(), Place.ROW_GRAD, ("row_sum", full), ("row_grad",))
                 yield Effect("norm", Place.NORM, None, ("norm", 0, 1))
 
     def _host(self, op: Op) -> Iterator[Effect]:
@@ -239,6 +216,8 @@ class Effects:
                 yield from self._state(0, tile, 0, "rest")
             case kind if kind in AHEAD | SETTLES | COMPLETES:
                 yield from self._early(op)
+            case OpKind.SETTLE_OTHERS:
+                yield from self._others(tile)
             case OpKind.UPDATE_ROWS:
                 yield Effect("grad", Place.ROW_GRAD_HOST, ("row_grad",), None)
                 yield from self._permits(0, 1)
@@ -252,6 +231,8 @@ class Effects:
             yield Effect("grad", Place.GRAD_HOST, ("landed", unit, tile), None)
         if op.kind in AHEAD:
             yield from self._state(unit, tile, 0)
+            if unit == 0:
+                yield Effect("other_rows", Place.OTHER_ROWS, ("other_rows", 0, tile, 0), None)
             yield Effect("spare", Place.SPARE, None, ("spare", unit, tile))
             if whole:
                 yield Effect("norms", Place.NORM_HOST, ("norm", unit, self._part(unit, tile)), None)
@@ -261,11 +242,29 @@ class Effects:
         yield Effect("spare", Place.SPARE, (before, unit, tile), (after, unit, tile))
         if unit == 0:
             yield Effect("row_grad", Place.ROW_GRAD_HOST, ("row_grad",), None)
+            if settles:
+                yield Effect(
+                    "other_rows", Place.OTHER_ROWS, ("other_rows", 0, tile, 0), ("other_rows", 0, tile, "left")
+                )
         for effect in self._state(unit, tile, *((0, "settled") if settles else ("settled", 1))):
             if effect.place not in self._read_planes:
                 yield effect
             elif settles:
                 yield effect._replace(leaves=(str(effect.place), unit, tile, 1))
+
+    def _others(self, tile: int) -> Iterator[Effect]:
+        """The rows of a tile of the table that the next batch does not touch. Whoever reads those that it does may do
+        so at the same time."""
+        if self.layout.tied:
+            yield Effect("grad", Place.GRAD_HOST, ("landed", 0, tile), None)
+        yield Effect("row_grad", Place.ROW_GRAD_HOST, ("row_grad",), None)
+        yield Effect("verdict", Place.VERDICT, ("verdict",), None)
+        yield Effect("spare", Place.SPARE, ("settled", 0, tile), None)
+        yield Effect("other_rows", Place.OTHER_ROWS, ("other_rows", 0, tile, "left"), ("other_rows", 0, tile, 1))
+        for place in STATE:
+            read = place in self._read_planes
+            found = (str(place), 0, tile, 1 if read else "settled")
+            yield Effect(str(place), place, found, None if read else found)
 
     def _stored(self, op: Op) -> Iterator[Effect]:
         """Between disk and staging memory: what of a tile is on disk, for its update (of the table: the first, which
@@ -288,110 +287,3 @@ class Effects:
                     yield Effect(*target, None, value)
                 else:
                     yield Effect("file", Place.SAVED, (f"a content of {op}",), None)
-
-    # pieces
-
-    @property
-    def _read_planes(self) -> tuple[Place, ...]:
-        return STATE[: 2 if self.options.fp32_compute else 1]
-
-    def _between(
-        self, contents: tuple[Place, ...], unit: int, tile: int, version: int | str, kind: OpKind
-    ) -> Iterator[Effect]:
-        for place in contents:
-            if (str(place), unit) in self.disk:
-                content = (str(place), unit, tile, version)
-                staged = Place.STAGED_WEIGHTS if kind is OpKind.READ_WEIGHTS else Place.STAGED_STATE
-                file, stage = (str(place), place), (f"staged_{place}", staged)
-                written = kind in (OpKind.WRITE_STATE, OpKind.WRITE_ROWS)
-                source, target = (stage, file) if written else (file, stage)
-                yield Effect(*source, content, None)
-                yield Effect(*target, None, content)
-
-    def _saved(self, op: Op) -> Place:
-        """On the host as far as that has room; which positions those are, `check` looks at."""
-        places = {a.buffer.place for a in op.accesses}
-        return Place.STAGED_SAVED if Place.STAGED_SAVED in places and not self.options.gds else Place.SAVED
-
-    def _planes(self, op: Op) -> Iterator[Effect]:
-        """Of a tile that an op reads: staged if on disk, but for an upload that comes straight from there."""
-        straight = op.kind is OpKind.UPLOAD and self.options.gds and not self.options.fp32_compute
-        for place in self._read_planes:
-            held = Place.STAGED_WEIGHTS if (str(place), op.unit) in self.disk and not straight else place
-            yield Effect(str(place), held, (str(place), op.unit, op.tile, 0), None)
-
-    def _state(self, unit: int, tile: int, needs: int | str, leaves: int | str | None = None) -> Iterator[Effect]:
-        for place in STATE:
-            held = Place.STAGED_STATE if (str(place), unit) in self.disk else place
-            left = None if leaves is None else (str(place), unit, tile, leaves)
-            yield Effect(str(place), held, (str(place), unit, tile, needs), left)
-
-    def _weights(self, role: str, unit: int) -> Effect:
-        if unit in self.resident:
-            return Effect(role, Place.HOME, ("home", unit, 0), None)
-        place = Place.SLOT if unit in self.boundary else Place.DENSE
-        return Effect(role, place, ("weights", unit, self.num_tiles[unit]), None)
-
-    def _norms(self) -> Iterator[Effect]:
-        for key in self.norms():
-            yield Effect("norms", Place.NORM_HOST, ("norm", *key), None)
-
-    def _home(self, unit: int) -> Iterator[Effect]:
-        yield Effect("verdict", Place.VERDICT, ("verdict",), None)
-        yield Effect("home", Place.HOME, ("home", unit, 0), ("home", unit, 1))
-
-    def _block(self, unit: int, micro: int) -> Iterator[Effect]:
-        yield self._weights("weights", unit)
-        yield Effect("call", Place.CALL, ("call", micro), None)
-        yield Effect("input", Place.HIDDEN, ("x", self.boundary[unit], micro), None)
-
-    def _embedding(self) -> Iterator[Effect]:
-        yield Effect("batch", Place.BATCH, ("batch",), None)
-        yield Effect("rows", Place.ROWS, ("rows",), None)
-        if self.glue is not None:
-            yield self._weights("glue", self.glue)
-
-    def _partial(self, role: str, unit: int | None, micro: int) -> Iterator[Effect]:
-        if unit is not None and self.trained[unit]:
-            needs = ("sum", unit, micro) if micro else None
-            yield Effect(role, self._sum(unit), needs, ("sum", unit, micro + 1))
-
-    def _sum(self, unit: int) -> Place:
-        """Micro-batches add up in fp32: beside a bf16 gradient, unless there is one micro-batch of a block."""
-        if unit in self.boundary:
-            single = self.options.fp32_compute or self.options.micro_batches == 1
-            return self._grad(unit) if single else Place.GRAD_SUM
-        return Place.DENSE_GRAD if self.options.fp32_compute else Place.DENSE_SUM
-
-    def _grad(self, unit: int) -> Place:
-        """A block's gradient leaves its slot soon, unless it waits on the device for the verdict or is late."""
-        waits = unit in self.resident if not self.eager else unit in self.options.late
-        return Place.GRAD if unit in self.boundary and not waits else Place.DENSE_GRAD
-
-    def _row_sum(self) -> Place:
-        return Place.ROW_GRAD if self.options.fp32_compute else Place.ROW_SUM
-
-    def _landing(self) -> Place:
-        return Place.RING if self.eager else Place.GRAD_HOST
-
-    def _part(self, unit: int, tile: int) -> int:
-        """Tiles of a sliced projection leave before its whole norm is known, and have norms of their own."""
-        return 2 + tile if self.sliced and unit == self.layout.output else 0
-
-    def _permits(self, unit: int, part: int) -> Iterator[Effect]:
-        yield Effect("verdict", Place.VERDICT, ("verdict",), None)
-        if self.eager:
-            yield Effect("norms", Place.NORM_HOST, ("norm", unit, part), None)
-
-
-def _copy(source: Place, target: Place, value: Content) -> Iterator[Effect]:
-    yield Effect("source", source, value, None)
-    yield Effect("target", target, None, value)
-
-
-def _sum(total: Place, grad: Place, full: Content, done: Content) -> Iterator[Effect]:
-    if total is grad:
-        yield Effect("grad", grad, full, done)
-    else:
-        yield Effect("sum", total, full, None)
-        yield Effect("grad", grad, None, done)

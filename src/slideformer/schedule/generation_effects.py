@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slideformer.layout import Layout
-from slideformer.schedule.effects import Effect, Effects
+from slideformer.schedule.effect_pieces import Effect
+from slideformer.schedule.effects import Effects
 from slideformer.schedule.ops import Buffer, Content, Op, OpKind, Place
 from slideformer.schedule.pass_options import PassOptions
 

@@ -6,6 +6,8 @@ or late. An eager update takes a tile as it lands; deferred ones follow the verd
 
 from __future__ import annotations
 
+from collections import deque
+
 from slideformer.layout import Layout, UnitKind
 from slideformer.schedule.ops import Access, Buffer, LaneName, OpKind, Place
 from slideformer.schedule.options import StepOptions, Update
@@ -180,6 +182,8 @@ class Gradients(Program):
     def update_ahead(self, unit: int, tile: int, landing: Buffer | None) -> None:
         """The norms so far tell whether clipping is certain already; then there is nothing to hope for."""
         accesses = list(self.state(unit, tile, 0))
+        if unit == self.table:
+            accesses.append(self.other_rows(unit, tile))
         if landing is not None:
             part = (unit, self.part(unit, tile))
             norms = Access("norms", Buffer(Place.NORM_HOST, part), ("norm", *part), None)
@@ -190,13 +194,26 @@ class Gradients(Program):
         self.emit(kind, LaneName.UPDATE, *accesses, unit=unit, tile=tile)
 
     def settle(self, unit: int, tile: int) -> None:
-        """The new weights are there. What else the new state has, only `complete` may find before it is whole."""
+        """The new weights are there, of the table those that the next batch's rows read. What else the new state has,
+        only `complete` may find before it is whole."""
         accesses = [*self.at_hand(unit, tile), self.spare(unit, tile, "spare", "settled")]
+        if unit == self.table:
+            accesses.append(self.other_rows(unit, tile, 0, "left"))
         for access in self.state(unit, tile, 0, "settled"):
             new = (str(access.buffer.place), unit, tile, 1)
             accesses.append(access._replace(leaves=new) if access.buffer.place in self.read_places else access)
         kind = OpKind.SETTLE_ROWS if unit == self.table else OpKind.SETTLE
         self.emit(kind, LaneName.UPDATE, *accesses, unit=unit, tile=tile)
+
+    def settle_others(self, tile: int) -> None:
+        """Weights that nobody reads yet, beside others of the same tile that the next batch's gather reads already."""
+        unit, spare = self.table, self.spare(self.table, tile, "settled", "settled")
+        accesses = [*self.at_hand(unit, tile), spare._replace(leaves=None), self.other_rows(unit, tile, "left", 1)]
+        for access in self.state(unit, tile, "settled", "settled"):
+            new = (str(access.buffer.place), unit, tile, 1)
+            read = access.buffer.place in self.read_places
+            accesses.append(access._replace(needs=new, leaves=None) if read else access)
+        self.emit(OpKind.SETTLE_OTHERS, LaneName.UPDATE, *accesses, unit=unit, tile=tile)
 
     def complete(self, unit: int, tile: int) -> None:
         accesses = [*self.at_hand(unit, tile), self.spare(unit, tile, "settled", "spent")]
@@ -217,22 +234,31 @@ class Gradients(Program):
         return Access("spare", Buffer(Place.SPARE, (unit, tile)), (needs, unit, tile), (leaves, unit, tile))
 
     def update_all(self) -> None:
-        """In the order in which the next forward needs the units. What it does not read follows, in the order in which
-        the next gradients land where these wait."""
+        """In the order in which the next forward needs the units, of the table at first only the rows that it does.
+        What it does not read follows, in the order in which the next gradients land where these wait."""
+        others = deque(t.index for t in self.layout.tiles(self.table) if self.settles_in_two(self.table))
         for unit in range(len(self.layout.units)):
-            if not self.trained[unit]:
-                continue
-            if unit in self.resident:
-                self.update_resident_table() if unit == self.table else self.update_resident(unit)
-                continue
-            for tile in self.layout.tiles(unit, trained=True):
-                landing = Buffer(Place.GRAD_HOST, (unit, tile.index))
-                if unit in self.ahead:
-                    self.settle(unit, tile.index)
-                elif unit == self.table:
-                    self.update_rest(tile.index, landing if self.layout.tied else None)
-                    self.update_rows(tile.index)
-                else:
-                    self.update(unit, tile.index, landing)
+            if self.trained[unit]:
+                self.update_unit(unit)
+            if unit in self.blocks and self.layout.tied and not self.options.sliced_head:
+                first, end = self.output_share(self.blocks.index(unit))
+                for _ in range(min(end - first, len(others))):
+                    self.settle_others(others.popleft())
+        for tile in others:
+            self.settle_others(tile)
         for unit, index in self.early:
             self.complete(unit, index)
+
+    def update_unit(self, unit: int) -> None:
+        if unit in self.resident:
+            self.update_resident_table() if unit == self.table else self.update_resident(unit)
+            return
+        for tile in self.layout.tiles(unit, trained=True):
+            landing = Buffer(Place.GRAD_HOST, (unit, tile.index))
+            if unit in self.ahead:
+                self.settle(unit, tile.index)
+            elif unit == self.table:
+                self.update_rest(tile.index, landing if self.layout.tied else None)
+                self.update_rows(tile.index)
+            else:
+                self.update(unit, tile.index, landing)

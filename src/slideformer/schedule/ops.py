@@ -80,7 +80,8 @@ class OpKind(StrEnum):
     UPDATE_RESIDENT = "update_resident"  # all of a resident unit, on the device
     UPDATE_RESIDENT_TABLE = "update_resident_table"  # the same for the table, touched rows included
     SETTLE = "settle"  # the spare copy becomes the state, once it has the weights that the verdict asks for
-    SETTLE_ROWS = "settle_rows"  # the same for a tile of the table, touched rows included
+    SETTLE_ROWS = "settle_rows"  # the same for a tile of the table, as far as the next batch reads its rows
+    SETTLE_OTHERS = "settle_others"  # and for its other rows
     COMPLETE = "complete"  # of a settled tile, what nobody reads before its next update, unless it is there already
     COMPLETE_ROWS = "complete_rows"  # the same for a tile of the table
     READ_STATE = "read_state"  # one tile, as far as it is on disk, for its update
@@ -113,6 +114,7 @@ class Place(StrEnum):
     EXP_AVG_SQ = "exp_avg_sq"
     # host, other
     SPARE = "spare"  # (unit, tile): a second copy of all of a tile's state
+    OTHER_ROWS = "other_rows"  # (unit, tile): of a tile of the table, weights that the next batch's rows do not have
     ROWS_HOST = "rows_host"
     RING = "ring"  # (position): gradient tiles on their way to an eager update
     GRAD_HOST = "grad_host"  # (unit, tile): gradients in waiting, deferred

@@ -89,10 +89,23 @@ class Program:
         """The planes of a master weight that are read by whoever reads it."""
         return STATE[: 2 if self.options.fp32_compute else 1]
 
-    def planes(self, unit: int, tile: int) -> tuple[Access, ...]:
-        """Accesses of whoever reads a tile's weights."""
+    def rows_planes(self, unit: int, tile: int) -> tuple[Access, ...]:
+        """Accesses of whoever reads the weights of a batch's rows of a tile of the table."""
         index = (unit, tile)
         return tuple(Access(str(p), Buffer(p, index), (str(p), unit, tile, 0), None) for p in self.read_places)
+
+    def planes(self, unit: int, tile: int) -> tuple[Access, ...]:
+        """Accesses of whoever reads all weights of a tile."""
+        others = (self.other_rows(unit, tile),) if self.settles_in_two(unit) else ()
+        return (*self.rows_planes(unit, tile), *others)
+
+    def settles_in_two(self, unit: int) -> bool:
+        """After the verdict, the rows that the next batch reads first."""
+        return unit == self.table and unit in self.options.ahead and self.layout.units[unit].train_numel > 0
+
+    def other_rows(self, unit: int, tile: int, needs: int | str = 0, leaves: int | str | None = None) -> Access:
+        found, left = (None if v is None else ("other_rows", unit, tile, v) for v in (needs, leaves))
+        return Access("other_rows", Buffer(Place.OTHER_ROWS, (unit, tile)), found, left)
 
     # the walk up
 
@@ -114,7 +127,7 @@ class Program:
         tiles = self.layout.tiles(self.table)
         for tile in tiles:
             into = Access("rows", rows_host, ("rows", tile.index) if tile.index else None, ("rows", tile.index + 1))
-            planes = self.planes(self.table, tile.index)
+            planes = self.rows_planes(self.table, tile.index)
             self.emit(OpKind.GATHER, LaneName.GATHER, *planes, into, unit=self.table, tile=tile.index)
         self.emit(
             OpKind.UPLOAD_ROWS,
@@ -143,16 +156,18 @@ class Program:
 
         A deferred program updates an untied one last of all; there it follows the last block.
         """
-        num_blocks, num_tiles = len(self.blocks), len(self.layout.tiles(self.output))
         late = self.options.update is Update.DEFERRED and not self.layout.tied
-        shares = [num_tiles * i // num_blocks for i in range(num_blocks + 1)]
-        if late:
-            shares = [0] * num_blocks + [num_tiles]
-        target = Buffer(Place.DENSE, (self.output,))
+        last = visit == len(self.blocks) - 1
+        first, end = (0, len(self.layout.tiles(self.output)) * last) if late else self.output_share(visit)
         if self.output not in self.resident and not self.options.sliced_head:
-            self.upload(self.output, target, first=shares[visit], last=shares[visit + 1])
-        if visit == num_blocks - 1 and self.final is not None and self.final not in self.resident:
+            self.upload(self.output, Buffer(Place.DENSE, (self.output,)), first=first, last=end)
+        if last and self.final is not None and self.final not in self.resident:
             self.upload(self.final, Buffer(Place.DENSE, (self.final,)))
+
+    def output_share(self, visit: int) -> tuple[int, int]:
+        """The tiles of the vocabulary matrix that go beside a block: [first, end)."""
+        num_blocks, num_tiles = len(self.blocks), len(self.layout.tiles(self.output))
+        return num_tiles * visit // num_blocks, num_tiles * (visit + 1) // num_blocks
 
     def weights(self, unit: int, role: str) -> Access:
         """Of a unit with a place of its own on the device."""

@@ -35,6 +35,7 @@ LETTERS = {
     OpKind.UPDATE_AHEAD: "A",
     OpKind.REST_AHEAD: "A",
     OpKind.SETTLE_ROWS: "R",
+    OpKind.SETTLE_OTHERS: "R",
     OpKind.SETTLE: "W",
     OpKind.COMPLETE: "C",
     OpKind.COMPLETE_ROWS: "C",
