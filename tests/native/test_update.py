@@ -92,11 +92,15 @@ def table(num_rows: int, width: int, generator: torch.Generator) -> State:
 @pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
 @pytest.mark.parametrize("named_grad_rows", [True, False])
 @pytest.mark.parametrize("width", [1, 67])
-def test_rows_equal_the_reference_and_others_stay(kernels, grad_dtype, named_grad_rows, width, generator):
+@pytest.mark.parametrize("sorted_rows", [False, True], ids=["any order", "sorted"])
+def test_rows_equal_the_reference_and_others_stay(kernels, grad_dtype, named_grad_rows, width, sorted_rows, generator):
     found = table(301, width, generator)
     rows = torch.randperm(301, generator=generator)[:200]
     grad = None if grad_dtype is None else ordinary(250 * width, generator).to(grad_dtype).view(250, width)
     grad_rows = torch.randint(-20, 250, (200,), generator=generator) if named_grad_rows else None
+    if sorted_rows:  # rows and gradients one behind the other, broken off here and there
+        rows = rows.sort().values
+        grad_rows = (torch.arange(200) + 3).where(torch.arange(200) % 7 > 2, -1) if named_grad_rows else None
     expected, stand_in = found.clone(), found.clone()
     for row in range(200):
         source = row if grad_rows is None else int(grad_rows[row])

@@ -75,6 +75,11 @@ int64_t first_bad_grad_row(const int64_t* grad_rows, int64_t num, int64_t limit)
     return -1;
 }
 
+int64_t grad_row_of(const int64_t* grad_rows, int64_t i) { return grad_rows ? grad_rows[i] : i; }
+
+// One gradient row right behind another, or neither is there (negative).
+bool follows(int64_t before, int64_t row) { return before < 0 ? row < 0 : row == before + 1; }
+
 int64_t row_grain(int64_t width) { return std::max<int64_t>(kGrain / std::max<int64_t>(width, 1), 1); }
 
 }  // namespace
@@ -123,11 +128,15 @@ int64_t sf_adamw_rows(sf_pool* pool, const sf_scalars* scalars, const sf_state* 
     if (bad >= 0) return bad;
     const sf_state* to = out ? out : state;
     pool->threads.run(num, row_grain(width), [=](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-            const int64_t grad_row = grad_rows ? grad_rows[i] : i;
+        for (int64_t i = begin, next; i < end; i = next) {
+            const int64_t grad_row = grad_row_of(grad_rows, i);
+            next = i + 1;  // to the end of rows that lie one behind the other, and whose gradients do
+            while (next < end && rows[next] == rows[next - 1] + 1 &&
+                   follows(grad_row_of(grad_rows, next - 1), grad_row_of(grad_rows, next)))
+                ++next;
             const int32_t kind = grad_row < 0 ? int32_t(SF_GRAD_NONE) : grad_kind;
-            pool->kernels.adamw(*scalars, state_at(*state, rows[i] * width), state_at(*to, rows[i] * width),
-                                parts, kind, grad_at(kind, grad, grad_row * width), width);
+            pool->kernels.adamw(*scalars, state_at(*state, rows[i] * width), state_at(*to, rows[i] * width), parts,
+                                kind, grad_at(kind, grad, grad_row * width), (next - i) * width);
         }
     });
     return -1;
