@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from slideformer.device import LaneFailure
 from slideformer.device.cpu import CpuDevice
 from slideformer.engine import Engine
 from slideformer.errors import BadInput, DoesNotFit, RunFailed
+from slideformer.model.sampling import Sampling
 from slideformer.schedule import OpKind
 
 
@@ -55,6 +57,30 @@ def test_closing_waits_for_what_is_queued():
                 use()
     engine.close()
     assert found == run_sequential(decoder(), options, [(tiny_batch(2), LR)] * 2).state
+
+
+@pytest.mark.parametrize("program", SETTINGS)
+def test_a_closed_engine_gives_back_its_buffers_whoever_keeps_it_or_its_results(program):
+    """At once: Python's collector of cycles is off."""
+    options = toy_options(**SETTINGS[program])
+    gc.disable()
+    try:
+        with CpuDevice() as device:
+            with Engine(decoder(), device, options) as engine:
+                write_weights(engine.layout, engine)
+                results = [engine.step(tiny_batch(2), lr=LR) for _ in range(2)]
+                engine.generate([[5, 6, 7]], Sampling(max_new_tokens=2))
+                held = [*engine.executor.buffers.values(), *engine._generation.executor.buffers.values()]
+                refs = [weakref.ref(one) for one in held if isinstance(one, torch.Tensor)]
+                assert len(refs) > 20
+                del held
+            assert [ref() for ref in refs if ref() is not None] == []
+            assert all(0 < result.loss < 10 and result.timeline().end_s > 0 for result in results)
+            for use in (*doors(engine)[:2], lambda: engine.generate([[5]], Sampling(max_new_tokens=1))):
+                with pytest.raises(RunFailed, match="the engine is closed"):
+                    use()
+    finally:
+        gc.enable()
 
 
 def test_a_failure_that_nobody_has_heard_of_is_raised_by_close_and_only_there():

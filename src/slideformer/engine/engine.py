@@ -100,11 +100,12 @@ class Engine:
                 folder=self.folder,
             )
             plans = listed(self.layout, options, decoder.dtype)
-            buffers = allocate(plans, self.layout, self._shape, self.state, device, self.folder)
+            made = allocate(plans, self.layout, self._shape, self.state, device, self.folder)
+            self._arenas = made.arenas
             self._host = HostActions(self.layout, options, self.kernels)
             device_actions = {**DeviceActions(decoder, self.kernels).table(), **ResidentUpdates(self.layout).table()}
             device_actions |= SlicedHeadActions(decoder).table()
-            self.executor = Executor(device, buffers, {**device_actions, **self._host.table()})
+            self.executor = Executor(device, made.buffers, {**device_actions, **self._host.table()})
             self._held = held.pop_all()
 
     def _predicted_s(self, *, clipped: bool) -> float | None:
@@ -168,6 +169,10 @@ class Engine:
         self.executor.synchronize()
         self._host.updates.num_updates = num_updates
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RunFailed("the engine is closed: build another one")
+
     def _require_whole(self) -> None:
         self.executor.wait_idle()
         if self.executor.torn():
@@ -211,6 +216,7 @@ class Engine:
         told: hears of each pass. Keys and values lie on the host, in memory that stays for calls that need no more.
         Raises BadInput, DoesNotFit, LaneFailure, and RunFailed as `read` does.
         """
+        self._require_open()
         self._require_whole()
         lengths = [len(prompt) for prompt in prompts]
         shape = shape_of(self.decoder, lengths, sampling.max_new_tokens, self._shape.micro_tokens)
@@ -239,8 +245,7 @@ class Engine:
         )
 
     def _submit(self, plan: Plan, run: Run) -> StepResult:
-        if self._closed:
-            raise RunFailed("the engine is closed: build another one")
+        self._require_open()
         if self._generation is not None and not self._generation.usable:
             self._drop_generation()  # its lanes are these, and may be at work for it in slots that are lent to it
         self.state.flush()
@@ -263,7 +268,9 @@ class Engine:
         return {"device": b.device_nbytes, "host_state": b.state_nbytes, "host_buffers": b.host_nbytes - b.state_nbytes}
 
     def close(self) -> None:
-        """Wait for what is under way and end the engine's threads. The device stays the caller's.
+        """Wait for what is under way, end the engine's threads and give back the memory of all buffers, the device's
+        among them, whoever still keeps the engine. Its state can be read until nobody does. The device stays the
+        caller's.
 
         Raises LaneFailure if a step failed and nobody has heard of it yet.
         """
@@ -276,6 +283,11 @@ class Engine:
                 self.executor.synchronize()
         finally:
             self.executor.wait_idle()  # what has failed may still be at work in other lanes, also for a generation
+            self._drop_generation()
+            self.executor.release()
+            for arena in self._arenas:
+                arena.page_unlock(self.device)
+            self._arenas = ()
             self._held.close()
 
     def __enter__(self) -> Engine:

@@ -116,6 +116,7 @@ class Executor:
         self._last: tuple[Plan, Run] | None = None
         self._in_flight: deque[tuple[Plan, Run]] = deque()
         self.interrupted = False
+        self._torn = False
         self._holds: dict[int, Mark] = {}
         self.held_s = 0.0  # for which lanes have waited for a hold; the update lane's, unless units are resident
 
@@ -190,7 +191,16 @@ class Executor:
     def torn(self) -> bool:
         """Some run has begun to write the state and will not finish. Of lanes that are idle."""
         stopped = self.interrupted or self.device.failure is not None
-        return stopped and any(run.writes_started and not _updated(plan, run) for plan, run in self._in_flight)
+        unfinished = any(run.writes_started and not _updated(plan, run) for plan, run in self._in_flight)
+        return self._torn or (stopped and unfinished)
+
+    def release(self) -> None:
+        """Let go of every buffer, whoever keeps this or results of its runs. Of lanes that are idle; nothing can be
+        submitted any more."""
+        self._torn = self.torn()
+        self._compiled.clear()
+        self._in_flight.clear()
+        self._last, self.buffers = None, {}
 
     def _retire(self) -> None:
         plan, run = self._in_flight[0]

@@ -180,10 +180,12 @@ class Generation:
         return not self.executor.interrupted
 
     def close(self) -> None:
-        """Wait for what is under way and unlock the memory of keys and values, which goes with this."""
+        """Wait for what is under way and let go of all buffers, keys and values among them."""
         self.executor.wait_idle()
+        self.executor.release()
         for arena in self._arenas:
             arena.page_unlock(self.device)
+        self._arenas = ()
 
     def run(self, prompts: Sequence[Sequence[int]], sampling: Sampling, told: Told = lambda _: None) -> Generated:
         """New tokens for every prompt; blocks. Raises BadInput for prompts that do not fit, LaneFailure, and whatever

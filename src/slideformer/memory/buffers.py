@@ -170,10 +170,10 @@ def allocate(
     state: State,
     device: Device,
     folder: DiskFolder | None = None,
-) -> dict[Buffer, Held]:
+) -> Made:
     """Every buffer of these plans; saved inputs on disk in a file of `folder`. Raises DoesNotFit naming the tier when
     there is no room."""
-    return make(needs(plans, layout, shape), layout, state, device, folder).buffers
+    return make(needs(plans, layout, shape), layout, state, device, folder)
 
 
 class Made(NamedTuple):
