@@ -120,10 +120,10 @@ def test_the_machine_is_measured_again_for_less_memory_or_another_batch_and_for_
 
     monkeypatch.setattr(settle, "probe", probe)
     kernels = type("Kernels", (), {"threads": 1})()
-    with pool.measured_once():
+    with pool.measured_once(), open_device("cpu") as device:
         for batch, limit in ((4, 1000), (4, 1000), (4, 2000), (4, 1990), (4, 9000), (4, 1500), (8, 9000), (4, 1000)):
             options = EngineOptions(micro_batch_size=batch, max_gpu_memory=limit, update="eager", max_grad_norm=0.0)
-            settle.probe(decoder_of(), None, options, kernels)
+            settle.probe(decoder_of(), device, options, kernels)
     assert asked == [(4, 1000), (4, 2000), (4, 1500), (8, 9000)]
     assert settle.probe is probe
 

@@ -7,10 +7,10 @@ import gc
 import os
 import threading
 import time
-import weakref
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine.toys import (
     EAGER,
@@ -71,10 +71,13 @@ def test_a_closed_engine_gives_back_its_buffers_whoever_keeps_it_or_its_results(
                 results = [engine.step(tiny_batch(2), lr=LR) for _ in range(2)]
                 engine.generate([[5, 6, 7]], Sampling(max_new_tokens=2))
                 held = [*engine.executor.buffers.values(), *engine._generation.executor.buffers.values()]
-                refs = [weakref.ref(one) for one in held if isinstance(one, torch.Tensor)]
+                state = [plane for unit in range(4) for plane in engine.state.planes(unit)]
+                kept = {tensor.untyped_storage().data_ptr() for tensor in state}
+                storages = [one.untyped_storage() for one in held if isinstance(one, torch.Tensor)]
+                refs = [StorageWeakRef(one) for one in storages if one.data_ptr() not in kept]
                 assert len(refs) > 20
-                del held
-            assert [ref() for ref in refs if ref() is not None] == []
+                del held, state, storages
+            assert all(ref.expired() for ref in refs)
             assert all(0 < result.loss < 10 and result.timeline().end_s > 0 for result in results)
             for use in (*doors(engine)[:2], lambda: engine.generate([[5]], Sampling(max_new_tokens=1))):
                 with pytest.raises(RunFailed, match="the engine is closed"):

@@ -145,9 +145,9 @@ class Device(Protocol):
         """Run work again and again in the calling thread, beside nothing else, and wait for the device; the mean."""
         ...
 
-    def library_nbytes(self, dtype: torch.dtype, *, backward: bool) -> int:
+    def library_nbytes(self, dtype: torch.dtype) -> int:
         """Bytes that a matrix library takes at the first product on a stream and keeps, as it does now for this thread.
-        backward: a backward's, too, for which torch has a thread of its own. As `release_libraries` before."""
+        As `release_libraries` before."""
         ...
 
     def release_libraries(self) -> None:

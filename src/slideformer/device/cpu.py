@@ -104,7 +104,7 @@ class CpuDevice:
             runs += 1
         return Measured((time.perf_counter() - start) / runs, 0, 0)
 
-    def library_nbytes(self, dtype: torch.dtype, *, backward: bool) -> int:
+    def library_nbytes(self, dtype: torch.dtype) -> int:
         return 0
 
     def release_libraries(self) -> None:

@@ -246,14 +246,12 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(where)
         return Measured(start.elapsed_time(end) / 1e3 / runs, peak, held)
 
-    def library_nbytes(self, dtype: torch.dtype, *, backward: bool) -> int:
+    def library_nbytes(self, dtype: torch.dtype) -> int:
         self.release_libraries()  # or nothing more would be taken
-        square = torch.zeros(PRODUCT, PRODUCT, dtype=dtype, device=self.torch_device, requires_grad=backward)
+        square = torch.zeros(PRODUCT, PRODUCT, dtype=dtype, device=self.torch_device)
 
         def product() -> None:
-            out = square @ square
-            if backward:
-                torch.autograd.grad(out, square, out.detach())
+            square @ square
 
         return self.measure(product).held_nbytes
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from slideformer.engine.backward import gradients
 from slideformer.engine.parameters import ModelActions
 from slideformer.engine.reach import Reach
 from slideformer.engine.run import Run
@@ -189,7 +190,7 @@ class DeviceActions(ModelActions):
         )
         self._add_loss(reach, op, loss)
         norm_params = {n: p for n, p in final.items() if p.requires_grad and p is not bias}
-        grads = self._grads(normed, [hidden, *norm_params.values()], normed_grad)
+        grads = gradients(normed, [hidden, *norm_params.values()], normed_grad)
         if "hidden_grad" in reach:
             full = self._hidden(reach["hidden_grad"], run, op).flatten(0, 1)
             full.zero_().index_copy_(0, targets, grads[0])
@@ -225,7 +226,7 @@ class DeviceActions(ModelActions):
         d = self._hidden(reach["hidden_grad"], run, op)
         kept = graph()
         trained = {n: p for n, p in params.items() if p.requires_grad} if trains else {}
-        grads = self._grads(kept.out, [*trained.values(), *([kept.x] if wants_input else [])], d)
+        grads = gradients(kept.out, [*trained.values(), *([kept.x] if wants_input else [])], d)
         if wants_input:
             d.copy_(grads.pop())
         if trains:
@@ -239,7 +240,7 @@ class DeviceActions(ModelActions):
         wants_rows = "row_grad" in reach
         trained = {n: p for n, p in glue.items() if p.requires_grad} if "glue_grad" in reach else {}
         leaves = [*([rows] if wants_rows else []), *trained.values()]
-        grads = self._grads(hidden, leaves, self._hidden(reach["hidden_grad"], run, op))
+        grads = gradients(hidden, leaves, self._hidden(reach["hidden_grad"], run, op))
         if wants_rows:
             row_grad = grads.pop(0)
             target = reach["row_grad"][: row_grad.numel()].view(row_grad.shape)
@@ -309,10 +310,6 @@ class DeviceActions(ModelActions):
             packing=micro.packing,
         )
         return hidden, call, rows, glue
-
-    def _grads(self, out: torch.Tensor, leaves: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
-        """Gradients of `leaves`; an unused one is an error of torch's, never a silent zero."""
-        return list(torch.autograd.grad(out, leaves, grad))
 
     def _hidden(self, flat: torch.Tensor, run: Run, op: Op) -> torch.Tensor:
         rows, length = run.feed.micro[op.micro].shape

@@ -200,7 +200,7 @@ class Executor:
         self._torn = self.torn()
         self._compiled.clear()
         self._in_flight.clear()
-        self._last, self.buffers = None, {}
+        self._last, self.buffers, self._actions = None, {}, {}  # actions keep views of them
 
     def _retire(self) -> None:
         plan, run = self._in_flight[0]

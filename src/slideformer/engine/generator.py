@@ -132,7 +132,7 @@ class _Fit:
         limits += [] if free is None else [Limit(free, "memory that is free on the GPU")]
         self.device_limit = min(limits, default=None)
         self.host_limit = host_room(options.max_host_memory)
-        self._library_nbytes = device.library_nbytes(decoder.dtype, backward=False)
+        self._library_nbytes = device.library_nbytes(decoder.dtype)
         device.release_libraries()
 
     def choose(self, prompt_lengths: Sequence[int], max_new_tokens: int) -> tuple[PassShape, PassOptions]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from slideformer.device import Device
+from slideformer.engine.backward import gradients
 from slideformer.engine.costs import HOST_LIBRARY_NBYTES, BlockCost, Costs, HeadCost, Rates
 from slideformer.engine.options import EngineOptions
 from slideformer.engine.rates import device_rate, gather_rate, link_rate, update_rate
@@ -38,7 +39,7 @@ def probe(decoder: Decoder, device: Device, options: EngineOptions, kernels: Hos
             host_nbytes=gather_rate(kernels),
             device_nbytes=device_rate(device),
         )
-        library_nbytes = device.library_nbytes(decoder.dtype, backward=True)
+        library_nbytes = device.library_nbytes(decoder.dtype)
         trial = _Trial(decoder, device, options)
         blocks = _blocks(decoder, trial)
         head, sliced_head = trial.try_whole_head(), trial.sliced_head()
@@ -115,7 +116,7 @@ class _Trial:
             return x, out
 
         def backward(x: torch.Tensor, out: torch.Tensor) -> None:
-            found = torch.autograd.grad(out, [*leaves, x], self.hidden)
+            found = gradients(out, [*leaves, x], self.hidden)
             target.copy_(found[-1])
             torch._foreach_copy_(grads, list(found[:-1])) if leaves else None
 
@@ -173,7 +174,7 @@ class _Trial:
                     bias_sum=None,
                     overwrite=True,
                 )
-            full.zero_().index_copy_(0, targets, torch.autograd.grad(normed, [hidden, *leaves], grad)[0])
+            full.zero_().index_copy_(0, targets, gradients(normed, [hidden, *leaves], grad)[0])
 
         def loss() -> None:
             with torch.no_grad():
@@ -210,7 +211,7 @@ class _Trial:
 
         def close() -> None:
             x = hidden.detach().requires_grad_()
-            torch.autograd.grad(decoder.final(params, x), [x, *leaves], hidden)
+            gradients(decoder.final(params, x), [x, *leaves], hidden)
 
         nbytes = max(see.peak_nbytes, grads.peak_nbytes, self.device.measure(close).peak_nbytes)
         return HeadCost(len(tiles) * grads.seconds, len(tiles) * see.seconds, nbytes)

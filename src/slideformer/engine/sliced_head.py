@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from slideformer.engine.backward import gradients
 from slideformer.engine.parameters import ModelActions
 from slideformer.engine.reach import Reach
 from slideformer.engine.run import Run
@@ -86,7 +87,7 @@ class SlicedHeadActions(ModelActions):
         hidden = state.hidden.requires_grad_()
         with torch.enable_grad():
             normed = self.decoder.final(params, hidden)
-        found = torch.autograd.grad(normed, [hidden, *norm_params.values()], state.loss.hidden_grad())
+        found = gradients(normed, [hidden, *norm_params.values()], state.loss.hidden_grad())
         if "hidden_grad" in reach:
             rows, length = run.feed.micro[op.micro].shape
             width = self.decoder.hidden_size
