@@ -116,13 +116,13 @@ def worker(settings: Settings, over: str, low: int, high: int, run: str, out: st
     from step import describe, num_params
 
     ours, tries = MODULES[settings.case] == "ours", Tries(settings, over)
+    measured: dict[str, object] = {}
     open_torch_device(settings)  # sets the limit
     if not ours:
         found = largest(lambda size: tries.fits(cases.measure, size), low, high)
     else:
         from pool import HostPool, measured_once
 
-        measured: dict[str, object] = {}
         with measured_once(), HostPool() as pool:
             found = largest(lambda size: tries.fits(plan, size), low, high)
             while found >= low:
@@ -144,6 +144,7 @@ def worker(settings: Settings, over: str, low: int, high: int, run: str, out: st
         "why_not": None if refused is None else tries.why_not[refused],
         "params": num_params(shape(settings.shape, num_layers=at.num_layers)) if found else 0,
         "tries": tries.num,
+        "micro_batches": measured.get("micro_batches", settings.micro_batches),
         **{key: getattr(at, key) for key in ("shape", "num_layers", "batch", "seq", "update", "gpu_limit_gib")},
         "max_grad_norm": settings.max_grad_norm,
     }
@@ -179,8 +180,10 @@ def report(path: Path, run: str | None = None) -> int:
         print(f"{first['shape']}{limit}, run {name}")
         for line in lines:
             refused = f", {line['refused']} does not fit" if line["refused"] else " (of those asked for)"
+            parts = f" in {line['micro_batches']} micro-batches" if line.get("micro_batches", 1) > 1 else ""
             print(
-                f"  {line['case']}: {line['over']} {line['largest']}{refused}; {line['params'] / 1e9:.2f} B parameters"
+                f"  {line['case']}: {line['over']} {line['largest']}{parts}{refused}; "
+                f"{line['params'] / 1e9:.2f} B parameters"
             )
         print("\n".join(str(target) for target in verdicts(lines)))
     return 0 if calls else 2

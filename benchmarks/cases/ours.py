@@ -197,6 +197,7 @@ def _steps(engine: Engine, device: Device, settings: Settings) -> dict[str, obje
         "params_updated": count.numel,
         "predicted_step_s": getattr(engine, "predicted_step_s", None),
         **memory,
+        "micro_batches": engine.options.micro_batches,
         "cpu_threads": engine.kernels.threads,
         "isa": engine.kernels.isa,
         "options": {k: v for k, v in dataclasses.asdict(engine.options).items() if k not in ("ahead", "disk")},
@@ -246,7 +247,8 @@ def _memory(engine: Engine, device: Device) -> dict[str, object]:
 def _sizes(engine: Engine, batch: list[MicroBatch]) -> Sizes:
     itemsize, width = engine.decoder.dtype.itemsize, engine.decoder.hidden_size
     rows = torch.cat([micro.input_ids.flatten() for micro in batch]).unique().numel()
-    return Sizes(engine.layout, itemsize, rows, max(micro.input_ids.numel() for micro in batch) * width * itemsize)
+    tokens = engine.options.micro_batch_size * engine.options.max_length  # the engine may take them apart once more
+    return Sizes(engine.layout, itemsize, rows, tokens * width * itemsize)
 
 
 def _planned(engine: Engine, sizes: Sizes) -> dict[str, int]:

@@ -111,12 +111,14 @@ def test_a_measured_step_says_both(line):
     assert resident["parts_s"]["update"] is None and resident["dram_gbps"] is None
 
 
-def test_rows_that_a_batch_touches_are_counted_once():
+@pytest.mark.parametrize("rows", [2, 4])
+def test_rows_that_a_batch_touches_are_counted_once_and_hidden_states_are_the_engines(rows):
     class Engine:
         decoder, layout = DECODER, DECODER.layout
+        options = EngineOptions(micro_batch_size=2, micro_batches=2, max_length=16)
 
     tokens = random_tokens(0, 4, 16, 512)
-    sizes = _sizes(Engine(), [MicroBatch(part, part) for part in tokens.split(2)])
+    sizes = _sizes(Engine(), [MicroBatch(part, part) for part in tokens.split(rows)])
     assert sizes.num_rows == len(set(tokens.flatten().tolist())) and sizes.hidden_nbytes == 2 * 16 * 64 * 2
 
 
