@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.toys import EAGER, engine_on, toy_decoder, toy_options
+from engine.toys import EAGER, engine_on, tiny_decoder, toy_decoder, toy_options
 from slideformer.engine import EngineOptions
-from slideformer.engine.costs import ASSUMED, Costs, assumed
+from slideformer.engine.costs import ASSUMED, BlockCost, Costs, HeadCost, assumed
 from slideformer.engine.fit import budget_of, require_fit
 from slideformer.engine.offload import spread
 from slideformer.engine.placement import SLICED_OVER, Room, place
@@ -215,8 +215,22 @@ def test_bytes_beside_the_plan_are_counted():
     counted = budget_of(decoder.layout, options, **sizes, costs=costs).device_nbytes
     block = costs.blocks[1]
     assert block.kept_workspace_nbytes < block.workspace_nbytes and costs.head is not None
-    working = max(costs.head.workspace_nbytes, block.workspace_nbytes)
-    assert counted == without + working + 3 * block.kept_nbytes
+    kept = 3 * block.kept_nbytes
+    moments = (kept + costs.head.workspace_nbytes, kept + block.kept_workspace_nbytes, block.workspace_nbytes)
+    top = decoder.layout.blocks[-1]
+    assert counted == without + max(*moments, (kept if top > 2 else 0) + block.workspace_nbytes)
+
+
+@pytest.mark.parametrize(
+    ("keep", "beside"),
+    [((), 100), ((1,), 100), ((3,), 60), ((2, 3), 30), ((1, 2, 3), 30), ((1, 3), 60), ((1, 2), 100)],
+)
+def test_a_graph_that_is_kept_is_gone_when_the_blocks_below_run_backward(keep, beside):
+    """Of three blocks whose graphs take 2 x 20; run again they take 100, with a kept graph 30."""
+    layout = tiny_decoder(blocks=3).layout
+    block = BlockCost(0, 0, 0, 0, workspace_nbytes=100, kept_workspace_nbytes=30, kept_nbytes=20)
+    costs = Costs(ASSUMED["cuda"], (block,) * 3, None, HeadCost(0, 0, 0), measured=False)
+    assert costs.blocks_workspace_nbytes(layout, keep=keep, micro_batches=2) == beside
 
 
 def test_working_memory_is_that_of_the_blocks_as_they_run_and_of_the_head_as_it_passes():
@@ -233,7 +247,7 @@ def test_working_memory_is_that_of_the_blocks_as_they_run_and_of_the_head_as_it_
 
     blocks, sums = layout.blocks, shape.tokens * shape.hidden * (2 * 2 + 4)
     assert working(costs, keep=(), sliced_head=False, resident=()) == 1 << 40
-    for keep, least in ((blocks, block.kept_workspace_nbytes), (blocks[1:], block.workspace_nbytes)):
+    for keep, least in ((blocks, block.kept_workspace_nbytes), (blocks[:-1], block.workspace_nbytes)):
         assert working(costs, keep=keep, sliced_head=True, resident=blocks) == max(least, sums + sliced)
     large = replace(costs, sliced_head=replace(costs.sliced_head, workspace_nbytes=1 << 30))
     assert working(large, keep=(), sliced_head=True, resident=()) == sums + (1 << 30), "not with the blocks' as well"

@@ -155,10 +155,15 @@ class Costs:
         """A whole one that has no room counts as one in slices."""
         return self.sliced_head if sliced or self.head is None else self.head
 
-    def blocks_workspace_nbytes(self, layout: Layout, *, keep: Collection[int]) -> int:
-        """Most that torch's allocator takes on the device for a block. keep: units whose graphs are kept."""
-        blocks = zip(layout.blocks, self.blocks, strict=True)
-        return max(b.kept_workspace_nbytes if unit in keep else b.workspace_nbytes for unit, b in blocks)
+    def blocks_workspace_nbytes(self, layout: Layout, *, keep: Collection[int], micro_batches: int) -> int:
+        """Most that torch's allocator takes on the device for a block, beside all kept graphs together; less than
+        nothing where that is when some of them are gone. keep: units whose graphs are kept; while a block runs backward
+        those of the blocks above it are no more."""
+        kept_nbytes, moments = 0, []
+        for unit, block in zip(layout.blocks, self.blocks, strict=True):
+            kept_nbytes += micro_batches * block.kept_nbytes if unit in keep else 0
+            moments.append(kept_nbytes + (block.kept_workspace_nbytes if unit in keep else block.workspace_nbytes))
+        return max(moments) - kept_nbytes
 
 
 def assumed(layout: Layout, shape: BatchShape, rates: Rates, *, kind: str = "cpu") -> Costs:

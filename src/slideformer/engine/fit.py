@@ -74,7 +74,8 @@ def _added_up(
             batch = options.batch_shape(hidden_size, dtype)
             per_token = 2 * dtype.itemsize + 4  # before and after the final norm, and the fp32 sum of its gradient
             head_nbytes += per_token * hidden_size * batch.tokens
-        working = max(head_nbytes, costs.blocks_workspace_nbytes(layout, keep=kept))
+        blocks_nbytes = costs.blocks_workspace_nbytes(layout, keep=kept, micro_batches=options.micro_batches)
+        working = max(head_nbytes, blocks_nbytes)  # the head runs beside all kept graphs
         found.device["working memory"] = working + costs.library_nbytes
         if costs.host_library_nbytes:
             found.host["the device's libraries"] = costs.host_library_nbytes
