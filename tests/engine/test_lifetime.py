@@ -79,7 +79,14 @@ def test_a_closed_engine_gives_back_its_buffers_whoever_keeps_it_or_its_results(
                 del held, state, storages
             assert all(ref.expired() for ref in refs)
             assert all(0 < result.loss < 10 and result.timeline().end_s > 0 for result in results)
-            for use in (*doors(engine)[:2], lambda: engine.generate([[5]], Sampling(max_new_tokens=1))):
+            values = torch.zeros(4)
+            for use in (
+                *doors(engine)[:2],
+                lambda: engine.generate([[5]], Sampling(max_new_tokens=1)),
+                lambda: engine.read(1, 0, 4),
+                lambda: engine.write(1, 0, values),
+                lambda: engine.restore(1, "exp_avg", 0, values),
+            ):
                 with pytest.raises(RunFailed, match="the engine is closed"):
                     use()
     finally:

@@ -127,6 +127,7 @@ class Engine:
 
     def write(self, unit: int, offset: int, values: torch.Tensor) -> None:
         """Set master weights of a unit from `offset` on. Waits for steps under way. values: 1-D, float, host."""
+        self._require_open()
         self.executor.synchronize()
         self.state.write(unit, offset, values)
 
@@ -134,8 +135,9 @@ class Engine:
         """Master weights [start, stop) of a unit: a new fp32 tensor. Waits for steps under way.
 
         After a step that failed before it wrote anything: the weights of the step before. Raises RunFailed when it has
-        left the state torn.
+        left the state torn, or the engine is closed.
         """
+        self._require_open()
         self._require_whole()
         return self.state.read(unit, start, stop)
 
@@ -161,6 +163,7 @@ class Engine:
 
     def restore(self, unit: int, plane: PlaneName, offset: int, values: torch.Tensor) -> None:
         """Set elements of one plane of the state as `State.part` gave them. Waits for steps under way."""
+        self._require_open()
         self.executor.synchronize()
         self.state.restore(unit, plane, offset, values)
 
@@ -269,7 +272,7 @@ class Engine:
 
     def close(self) -> None:
         """Wait for what is under way, end the engine's threads and give back the memory of all buffers, the device's
-        among them, whoever still keeps the engine. Its state can be read until nobody does. The device stays the
+        among them, whoever still keeps the engine. Its `state` is there until nobody does. The device stays the
         caller's.
 
         Raises LaneFailure if a step failed and nobody has heard of it yet.
