@@ -183,6 +183,25 @@ def test_every_step_clipped_beside_resident_units_and_others_on_disk(tied, dtype
     assert set(settled) == {False}
 
 
+def test_a_batch_that_was_not_submitted_after_all_is_not_the_next_one(monkeypatch):
+    """Rows are settled for the batch that follows; after an error before it does, that may be another."""
+    decoder, options = tiny_decoder(), toy_options(max_grad_norm=0.5, ahead=(0, 1))
+    steps = [(tiny_batch(seed=seed), LR) for seed in (0, 2)]
+    expected = run_sequential(decoder, options, steps)
+    with engine_on(decoder, options) as engine:
+        write_weights(engine.layout, engine)
+        first = engine.step(steps[0][0], lr=LR)
+        with monkeypatch.context() as once:
+            once.setattr(engine.device, "anchor", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                engine.step(tiny_batch(seed=1), lr=LR)
+        assert first._run.next_feed is None
+        second = engine.step(steps[1][0], lr=LR)
+        found = [(r.loss, r.grad_norm) for r in (first, second)]
+        engine.synchronize()
+        assert Outcome(*zip(*found, strict=True), state_hashes(engine)) == expected
+
+
 def test_after_a_step_both_halves_of_a_settled_tile_are_in_one_copy():
     """Weights are uploaded from the copy that its moments go to, whatever the step was."""
     decoder = toy_decoder(dtype=torch.bfloat16)

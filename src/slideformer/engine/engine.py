@@ -169,6 +169,7 @@ class Engine:
 
     def restore_num_updates(self, num_updates: int) -> None:
         """Go on as if so many steps had been applied. Waits for steps under way."""
+        self._require_open()
         self.executor.synchronize()
         self._host.updates.num_updates = num_updates
 
@@ -286,12 +287,12 @@ class Engine:
                 self.executor.synchronize()
         finally:
             self.executor.wait_idle()  # what has failed may still be at work in other lanes, also for a generation
-            self._drop_generation()
-            self.executor.release()
-            for arena in self._arenas:
-                arena.page_unlock(self.device)
-            self._arenas = ()
-            self._held.close()
+            with self._held:
+                self._drop_generation()
+                self.executor.release()
+                for arena in self._arenas:
+                    arena.page_unlock(self.device)
+                self._arenas = ()
 
     def __enter__(self) -> Engine:
         return self

@@ -137,11 +137,12 @@ class Executor:
         before: list[Mark] = []
         if self._last is not None and self._last[0] is plan:
             before = self._last[1].marks
-            self._last[1].next_feed = run.feed
         else:
             self.synchronize()
         self.device.anchor()
         try:
+            if self._last is not None and before:  # not sooner: from here on either this run follows or none does
+                self._last[1].next_feed = run.feed
             self._in_flight.append((plan, run))
             self._queue(self._compiled[id(plan)], run, before)
             self._last = (plan, run)

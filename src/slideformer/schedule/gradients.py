@@ -236,7 +236,7 @@ class Gradients(Program):
     def update_all(self) -> None:
         """In the order in which the next forward needs the units, of the table at first only the rows that it does.
         What it does not read follows, in the order in which the next gradients land where these wait."""
-        others = deque(t.index for t in self.layout.tiles(self.table) if self.settles_in_two(self.table))
+        others = deque(t.index for t in self.layout.tiles(self.table, trained=True) if self.settles_in_two(self.table))
         for unit in range(len(self.layout.units)):
             if self.trained[unit]:
                 self.update_unit(unit)
