@@ -1,4 +1,4 @@
-"""Gradients come from the thread that asks for them, and are let go of in it."""
+"""Gradients come from the thread that asks for them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import threading
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from slideformer.engine.backward import gradients
 
@@ -31,9 +30,6 @@ def test_backward_runs_in_the_thread_that_asks_for_it():
     assert [g.tolist() for g in found] == [[10.0] * 3] * 2
     assert _Watched.seen == [(threading.get_ident(), False)]  # a device's backward would else be another's
     assert torch._C._is_multithreading_enabled()
-    refs = [StorageWeakRef(g.untyped_storage()) for g in found]
-    del found
-    assert all(ref.expired() for ref in refs)
 
 
 def test_a_leaf_that_is_not_used_is_an_error():
