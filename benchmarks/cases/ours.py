@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -209,21 +208,25 @@ def _steps(engine: Engine, device: Device, settings: Settings) -> dict[str, obje
 
 def _busy(results: list[StepResult], times: list[float]) -> dict[str, float]:
     """Share of the time of the last LOOKED_AT steps, or as many as there are, that each lane worked. results: one more,
-    if there was one; times: ends of all steps. The disk's lanes work for two steps at once, also for one that began
-    before: they are looked at between two moments."""
+    if there was one; times: ends of all steps. A lane that began those steps well before the end of the one before them
+    took as long as it was at them. The disk's lanes work for two steps at once, also for one that began before: they
+    are looked at between two moments."""
     num = min(LOOKED_AT, len(results), len(times) - 1)
     start_s, end_s = times[-1 - num], times[-1]
-    total: Counter[str] = Counter()
-    for result in results[-num:]:
-        total.update({str(lane): s for lane, s in result.busy_s().items() if lane != "disk"})
+    spans = [span for result in results[-num:] for span in result.timeline().spans if span.op.lane not in DISK_LANES]
+    shares = {}
+    for lane, worked_s in Timeline(tuple(spans)).worked_s().items():
+        own = [span for span in spans if str(span.op.lane) == lane]
+        at_it_s = max(span.end_s for span in own) - min(span.start_s for span in own)
+        shares[lane] = worked_s / max(end_s - start_s, at_it_s)
     disk = [
         span._replace(start_s=min(max(span.start_s, start_s), end_s), end_s=min(max(span.end_s, start_s), end_s))
         for result in results
         for span in result.timeline().spans
         if span.op.lane in DISK_LANES
     ]
-    total.update(Timeline(tuple(disk)).worked_s())
-    return {lane: round(s / (end_s - start_s), 3) for lane, s in total.items()}
+    shares |= {lane: worked_s / (end_s - start_s) for lane, worked_s in Timeline(tuple(disk)).worked_s().items()}
+    return {lane: round(share, 3) for lane, share in shares.items()}
 
 
 def _batch(engine: Engine, settings: Settings, index: int) -> list[MicroBatch]:

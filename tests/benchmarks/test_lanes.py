@@ -133,8 +133,15 @@ def test_lanes_of_the_disk_that_work_for_two_steps_at_once_are_busy_once():
         """Of one second: reads from its beginning, and writes until long after its end."""
         spans = Span(read, 0, at, at + 0.6), Span(compute, 0, at, at + 0.5), Span(write, 0, at + 0.7, at + 1.5)
         timeline = Timeline(spans)
-        return SimpleNamespace(timeline=lambda: timeline, busy_s=timeline.worked_s)
+        return SimpleNamespace(timeline=lambda: timeline)
 
     steps = [step(at) for at in (0.0, 1.0, 2.0, 3.0)]
     assert _busy(steps, [1.5, 2.5, 3.5, 4.5]) == {"compute": 0.5, "disk": round((3.0 - 0.3) / 3, 3)}
     assert _busy(steps[:2], [1.5, 2.5]) == {"compute": 0.5, "disk": 0.9}
+
+
+def test_a_lane_that_began_before_the_end_of_the_step_before_is_not_busy_for_more_than_all_the_time():
+    op = Op(OpKind.FORWARD, LaneName.COMPUTE, ())
+    timelines = [Timeline((Span(op, 0, at, at + 0.9),)) for at in (0.0, 0.9)]
+    steps = [SimpleNamespace(timeline=lambda timeline=timeline: timeline) for timeline in timelines]
+    assert _busy(steps, [1.0, 1.8]) == {"compute": 1.0}  # 0.9 s of work, and 0.8 s between the ends
