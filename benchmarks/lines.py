@@ -71,6 +71,15 @@ def host_peak_gib() -> float:
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB, 3)
 
 
+def host_kinds_gib() -> dict[str, float]:
+    """What this process has in memory now: its own (anon), files such as libraries, which the kernel may drop (file),
+    and what could be shared (shmem). Empty where there is no /proc."""
+    status = Path("/proc/self/status")
+    rows = (line.split() for line in status.read_text().splitlines()) if status.exists() else ()
+    found = {row[0].removesuffix(":"): int(row[1]) for row in rows if row[0].startswith("Rss")}
+    return {name.removeprefix("Rss").lower(): round(kib / 2**20, 3) for name, kib in found.items()}
+
+
 def cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []

@@ -14,7 +14,7 @@ import torch
 
 from cases import NotHere, Settings
 from lanes import Sizes, dram_gbps, parts_s
-from lines import GIB, host_peak_gib, spread
+from lines import GIB, host_kinds_gib, host_peak_gib, spread
 from pool import fill
 from shapes import random_tokens, shape
 from slideformer.data.batches import MicroBatch
@@ -83,7 +83,8 @@ def measure(settings: Settings) -> dict[str, object]:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(settings.gpu_limit_gib * GIB / total)
         _a_product(device)
-        host_before, context_gib = host_peak_gib(), round(device_used() / GIB, 3)
+        before = {"host_before_gib": host_peak_gib(), "context_gib": round(device_used() / GIB, 3)}
+        before["host_before_kinds_gib"] = host_kinds_gib()
         kernels, *without = settings.kernels.split("-")
         decoder = Decoder(
             config,
@@ -103,7 +104,6 @@ def measure(settings: Settings) -> dict[str, object]:
             ready_s = round(time.perf_counter() - began, 1)
             measured = _steps(engine, device, settings)
             measured |= _beside(engine, settings, page_cache_nbytes() - cached)
-        before = {"host_before_gib": host_before, "context_gib": context_gib}
         return {**measured, **before, "kernels": decoder.kernels, "ready_s": ready_s}
 
 
@@ -240,6 +240,7 @@ def _memory(engine: Engine, device: Device) -> dict[str, object]:
         "gpu_peak_gib": round(device.peak_nbytes() / GIB, 3),
         "gpu_reserved_gib": round(reserved / GIB, 3),
         "host_peak_gib": host_peak_gib(),
+        "host_kinds_gib": host_kinds_gib(),
         "pinned_gib": round(device.page_locked_nbytes / GIB, 3),
         "saved_gib": round(engine.budget.host.get("saved inputs", 0) / GIB, 3),
         "disk_gib": round(engine.budget.disk_nbytes / GIB, 3),

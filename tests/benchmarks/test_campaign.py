@@ -43,6 +43,8 @@ def test_a_campaign_writes_the_lines_of_its_calls_and_goes_on_past_what_does_not
     assert [name_of(line) for line in lines[2:]] == ["ours-resident:eager"] and lines[2]["run"] != lines[0]["run"]
     assert sift(lines[2:])[1] == [] and sift(first)[1] == []
     assert [line["host_before_gib"] is None for line in lines] == [False, True, True]
+    own = lines[0]["host_kinds_gib"]["anon"] - lines[0]["host_before_kinds_gib"]["anon"]
+    assert 0 < own < lines[0]["host_peak_gib"] and lines[1]["host_before_kinds_gib"] is None
     assert lines[2]["command"].startswith("python benchmarks/campaign.py --shape tiny")
     assert "not here: no checkout of MegaTrain" in done.stdout and "does not fit" in done.stdout
 
