@@ -158,6 +158,33 @@ def test_the_next_batch_is_gathered_before_other_rows_of_the_table_are_settled(s
     assert min(sum(left[step * tiles :][:tiles]) for step in range(4)) > TINY_VOCAB // 4 and sum(left[-tiles:]) == 0
 
 
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("sliced", [False, True], ids=["", "sliced head"])
+def test_nobody_reads_a_row_that_is_left_before_it_is_settled(sliced, tied, monkeypatch):
+    settle_rows, left = Updates.settle_rows, []
+
+    def poisoned(self, reach, run, op):
+        settle_rows(self, reach, run, op)
+        rows = reach.cell("other_rows").value
+        if rows is not None:
+            weight = reach.twin("spare").current.weight[: self.layout.tiles(op.unit)[op.tile].numel]
+            weight.view(len(rows), -1)[rows] = float("nan")
+            left.append(int(rows.sum()))
+
+    monkeypatch.setattr(Updates, "settle_rows", poisoned)
+    decoder = tiny_decoder(tied=tied, dtype=torch.bfloat16)
+    options = toy_options(max_grad_norm=0.5, ahead=(0, 1), sliced_head=sliced)
+    steps = [(tiny_batch(seed=seed), LR) for seed in range(5)]
+    with engine_on(decoder, options, CpuDevice(jitter_s=1e-3)) as engine:
+        write_weights(engine.layout, engine)
+        results = [engine.step(batch, lr=lr) for batch, lr in steps]
+        found = [(result.loss, result.grad_norm) for result in results]
+        engine.synchronize()
+        found = Outcome(*zip(*found, strict=True), state_hashes(engine))
+    assert sum(left) > 0
+    assert found == run_sequential(decoder, options, steps)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("sliced", [False, True], ids=["", "sliced head"])
