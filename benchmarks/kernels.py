@@ -123,7 +123,7 @@ def measure(op: Op, clock: Clock, reps: int) -> dict[str, dict[str, object]]:
 def rate(op: Op, ms: float, limit: dict[str, float]) -> dict[str, float]:
     if op.nbytes is not None:
         gbps = op.nbytes / ms / 1e6
-        return {"gbps": round(gbps, 1), "of_limit": round(gbps / limit["copy_gbps"], 3)}
+        return {"gbps": float(f"{gbps:.4g}"), "of_limit": round(gbps / limit["copy_gbps"], 3)}
     if op.flops is not None:
         tflops = op.flops / ms / 1e9
         return {"tflops": round(tflops, 2), "of_limit": round(tflops / limit["gemm_tflops"], 3)}
