@@ -123,8 +123,10 @@ void rows(const Library& l, sf_pool* pool, int64_t width) {
     for (int64_t i = 0; i < grad.size; ++i) grad.data[i] = uint16_t(0x3c00 + i % 64);
     const sf_state from = state.at(), to = out.at();
     auto call = [&](const std::vector<int64_t>& r, const int64_t* g, int64_t limit) {
-        return l.sf_adamw_rows_(pool, &kScalars, &from, &to, SF_ALL, SF_GRAD_BF16, grad.data, r.data(), g,
-                                int64_t(r.size()), num_rows, limit, width);
+        // the last of them lie elsewhere
+        const void* more = grad.data + (limit - 1) * width;
+        return l.sf_adamw_rows_(pool, &kScalars, &from, &to, SF_ALL, SF_GRAD_BF16, grad.data, more, r.data(), g,
+                                int64_t(r.size()), num_rows, limit - 1, 1, width);
     };
     require(call({1, 50}, nullptr, 4) == 1, "a row beyond the table is named");
     require(call({1, -1}, nullptr, 4) == 1, "a negative row is named");
@@ -132,8 +134,8 @@ void rows(const Library& l, sf_pool* pool, int64_t width) {
     require(call(picked, grad_rows.data(), 1) == 0, "a gradient row beyond the gradient is named");
     require(state == before, "a refused call changes nothing");
     require(call(picked, grad_rows.data(), 2) == -1, "rows");
-    require(l.sf_adamw_rows_(pool, &kScalars, &from, nullptr, SF_ALL, SF_GRAD_NONE, nullptr, picked.data(), nullptr,
-                             4, num_rows, 0, width) == -1, "rows without a gradient");
+    require(l.sf_adamw_rows_(pool, &kScalars, &from, nullptr, SF_ALL, SF_GRAD_NONE, nullptr, nullptr, picked.data(),
+                             nullptr, 4, num_rows, 0, 0, width) == -1, "rows without a gradient");
     Array<uint16_t> gathered(4 * width, 1);
     auto gather = [&] {
         return l.sf_gather_rows_(pool, state.weight.data, picked.data(), gathered.data, 4, num_rows, 2 * width);

@@ -94,22 +94,24 @@ def table(num_rows: int, width: int, generator: torch.Generator) -> State:
 @pytest.mark.parametrize("width", [1, 67])
 @pytest.mark.parametrize("sorted_rows", [False, True], ids=["any order", "sorted"])
 def test_rows_equal_the_reference_and_others_stay(kernels, grad_dtype, named_grad_rows, width, sorted_rows, generator):
-    found = table(301, width, generator)
+    before = table(301, width, generator)
     rows = torch.randperm(301, generator=generator)[:200]
     grad = None if grad_dtype is None else ordinary(250 * width, generator).to(grad_dtype).view(250, width)
     grad_rows = torch.randint(-20, 250, (200,), generator=generator) if named_grad_rows else None
     if sorted_rows:  # rows and gradients one behind the other, broken off here and there
         rows = rows.sort().values
         grad_rows = (torch.arange(200) + 3).where(torch.arange(200) % 7 > 2, -1) if named_grad_rows else None
-    expected, stand_in = found.clone(), found.clone()
+    expected = before.clone()
     for row in range(200):
         source = row if grad_rows is None else int(grad_rows[row])
         tile = [plane[rows[row]] for plane in expected.planes()]
         reference_update(*tile[:2], None if grad is None or source < 0 else grad[source], *tile[2:], HYPER)
-    kernels.update_rows(*found.planes(), rows, grad, grad_rows, HYPER)
-    assert_same_bits(found, expected)
-    TorchKernels().update_rows(*stand_in.planes(), rows, grad, grad_rows, HYPER)
-    assert_same_bits(stand_in, expected)
+    for first in (None,) if grad is None else (None, 0, 90, 250):  # where the rest of the gradient lies elsewhere
+        parts = (grad, None) if first is None else (grad[:first].clone(), grad[first:].clone())
+        for host in (kernels, TorchKernels()):
+            found = before.clone()
+            host.update_rows(*found.planes(), rows, parts[0], grad_rows, HYPER, more=parts[1])
+            assert_same_bits(found, expected)
 
 
 def test_the_stand_in_updates_rows_across_its_chunks(generator: torch.Generator):

@@ -65,6 +65,14 @@ def test_a_gradient_of_another_width_is_refused(host, generator):
     planes = [plane.view(5, 4) for plane in state.planes()]
     with pytest.raises(ValueError, match=r"grad has shape \[3, 5\], must be \[3, 4\]"):
         host.update_rows(*planes, torch.tensor([0]), torch.ones(3, 5), None, HYPER)
+    with pytest.raises(ValueError, match=r"more has shape \[2, 5\], must be \[2, 4\]"):
+        host.update_rows(*planes, torch.tensor([0]), torch.ones(3, 4), None, HYPER, more=torch.ones(2, 5))
+    with pytest.raises(ValueError, match=r"more is torch.bfloat16, must be torch.float32"):
+        host.update_rows(*planes, torch.tensor([0]), torch.ones(3, 4), None, HYPER, more=torch.ones(2, 4).bfloat16())
+    with pytest.raises(ValueError, match="more is given without grad"):
+        host.update_rows(*planes, torch.tensor([0]), None, None, HYPER, more=torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"grad_rows\[1\] is 5, but grad has 5 rows"):
+        host.update_rows(*planes, torch.arange(2), torch.ones(3, 4), torch.tensor([4, 5]), HYPER, more=torch.ones(2, 4))
 
 
 def test_gather_refuses_rows_outside_and_an_output_that_does_not_fit(host):

@@ -88,14 +88,16 @@ class HostKernels(Protocol):
         grad_rows: Tensor | None,
         hyper: Hyper,
         *,
+        more: Tensor | None = None,
         out: Planes | None = None,
         parts: Parts = Parts.ALL,
     ) -> None:
         """Apply one AdamW step to some rows of [V, H] planes and moments.
 
         rows: int64 [n], distinct. grad: bf16 or fp32 [k, H], or None for zero. Row rows[i] takes gradient row
-        grad_rows[i] (int64 [n]; row i if None), or a gradient of zero where that is negative. out, parts: as in
-        `update`; its other rows stay as they are.
+        grad_rows[i] (int64 [n]; row i if None), or a gradient of zero where that is negative. more: gradient rows k
+        and up, [m, H] of grad's dtype, where they lie elsewhere. out, parts: as in `update`; its other rows stay as
+        they are.
         """
         ...
 
@@ -160,26 +162,28 @@ class TorchKernels:
         grad_rows: Tensor | None,
         hyper: Hyper,
         *,
+        more: Tensor | None = None,
         out: Planes | None = None,
         parts: Parts = Parts.ALL,
     ) -> None:
-        check_rows(weight, residual, exp_avg, exp_avg_sq, rows, grad, grad_rows, out, parts)
+        check_rows(weight, residual, exp_avg, exp_avg_sq, rows, grad, grad_rows, more, out, parts)
         num_rows, num = weight.shape[0], rows.numel()
+        num_grad_rows = sum(some.shape[0] for some in (grad, more) if some is not None)
         index = _first((rows < 0) | (rows >= num_rows))
         if index is None and rows.unique().numel() != num:
             index = next(i for i in range(num) if rows[i] in rows[:i])
         if index is None and grad is not None and grad_rows is not None:
-            index = _first(grad_rows >= grad.shape[0])
-        if index is None and grad is not None and grad_rows is None and num > grad.shape[0]:
-            index = grad.shape[0]
+            index = _first(grad_rows >= num_grad_rows)
+        if index is None and grad is not None and grad_rows is None and num > num_grad_rows:
+            index = num_grad_rows
         if index is not None:
-            raise bad_row(index, rows, num_rows, grad, grad_rows)
+            raise bad_row(index, rows, num_rows, num_grad_rows, grad_rows)
         step = max(TORCH_CHUNK_NUMEL // max(weight.shape[1], 1), 1)
         for start in range(0, num, step):
             part = slice(start, start + step)
-            part_grad, part_rows = grad, None if grad_rows is None else grad_rows[part]
-            if grad is not None and grad_rows is None:
-                part_grad = grad[:num][part]
+            part_grad, part_rows = grad, (torch.arange(num) if grad_rows is None else grad_rows)[part]
+            if grad is not None and more is not None:
+                part_grad, part_rows = _picked(grad, more, part_rows)
             planes, among = Planes(weight, residual, exp_avg, exp_avg_sq), rows[part]
             if out is not None:
                 planes, among = Planes(*(plane[among] for plane in planes)), torch.arange(among.numel())
@@ -191,7 +195,7 @@ class TorchKernels:
         check_gather(src, rows, out)
         index = _first((rows < 0) | (rows >= src.shape[0]))
         if index is not None:
-            raise bad_row(index, rows, src.shape[0], None, None)
+            raise bad_row(index, rows, src.shape[0], 0, None)
         torch.index_select(src, 0, rows, out=out)
 
     def split(self, master: Tensor, weight: Tensor, residual: Tensor) -> None:
@@ -234,6 +238,7 @@ def check_rows(
     rows: Tensor,
     grad: Tensor | None,
     grad_rows: Tensor | None,
+    more: Tensor | None = None,
     out: Planes | None = None,
     parts: Parts = Parts.ALL,
 ) -> None:
@@ -246,6 +251,10 @@ def check_rows(
     _check("rows", rows, (torch.int64,), rows.shape, num_dims=1)
     if grad is not None:
         _check("grad", grad, (torch.bfloat16, torch.float32), (*grad.shape[:1], shape[1]))
+    if more is not None:
+        if grad is None:
+            raise ValueError("more is given without grad, whose rows it goes on with; give it as grad")
+        _check("more", more, (grad.dtype,), (*more.shape[:1], shape[1]))
     if grad_rows is not None:
         _check("grad_rows", grad_rows, (torch.int64,), rows.shape)
     _check_out(out, parts, Planes(weight, residual, exp_avg, exp_avg_sq))
@@ -265,18 +274,17 @@ def check_planes(master: Tensor, weight: Tensor, residual: Tensor, *, master_nam
     _check(master_name, master, (torch.float32,), weight.shape)
 
 
-def bad_row(index: int, rows: Tensor, num_rows: int, grad: Tensor | None, grad_rows: Tensor | None) -> ValueError:
+def bad_row(index: int, rows: Tensor, num_rows: int, num_grad_rows: int, grad_rows: Tensor | None) -> ValueError:
     """What is wrong with entry `index` of rows, or else of grad_rows."""
     row = int(rows[index])
     if not 0 <= row < num_rows:
         return ValueError(f"rows[{index}] is {row}, must be at least 0 and less than {num_rows}, the number of rows")
     if row in rows[:index]:
         return ValueError(f"rows[{index}] is {row}, which occurs before; give every row once")
-    assert grad is not None
     found = (
         f"grad_rows[{index}] is {int(grad_rows[index])}" if grad_rows is not None else f"rows has {len(rows)} entries"
     )
-    return ValueError(f"{found}, but grad has {grad.shape[0]} rows; every row needs a row of grad or a negative number")
+    return ValueError(f"{found}, but grad has {num_grad_rows} rows; every row needs a row of grad or a negative number")
 
 
 def _check(
@@ -303,6 +311,14 @@ def _check_out(out: Planes | None, parts: Parts, state: Planes) -> None:
         _check(f"out.{name}", target, (source.dtype,), source.shape)
         if max(target.data_ptr(), source.data_ptr()) < min(t.data_ptr() + t.nbytes for t in (target, source)):
             raise ValueError(f"out.{name} overlaps {name}; give memory of its own, or no out to update in place")
+
+
+def _picked(grad: Tensor, more: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The wanted rows of two gradients that follow each other, [n, H], and which of these each is: -1 stays -1."""
+    picked, first = grad.new_zeros(wanted.numel(), grad.shape[1]), grad.shape[0]
+    own, other = (wanted >= 0) & (wanted < first), wanted >= first
+    picked[own], picked[other] = grad[wanted[own]], more[wanted[other] - first]
+    return picked, torch.arange(wanted.numel()).where(wanted >= 0, -1)
 
 
 def _first(mask: Tensor) -> int | None:

@@ -50,7 +50,7 @@ def open_library(path: Path) -> CDLL:
         "sf_adamw": (None, [pool, scalars, state, state, c_int32, c_int32, c_void_p, c_int64]),
         "sf_adamw_rows": (
             c_int64,
-            [pool, scalars, state, state, c_int32, c_int32, c_void_p, rows, rows, c_int64, c_int64, c_int64, c_int64],
+            [pool, scalars, state, state, c_int32, c_int32, c_void_p, c_void_p, rows, rows, *[c_int64] * 5],
         ),
         "sf_gather_rows": (c_int64, [pool, c_void_p, rows, c_void_p, c_int64, c_int64, c_int64]),
         "sf_split": (None, [pool, c_void_p, c_void_p, c_void_p, c_int64]),
@@ -134,13 +134,14 @@ class NativeKernels:
         grad_rows: Tensor | None,
         hyper: Hyper,
         *,
+        more: Tensor | None = None,
         out: Planes | None = None,
         parts: Parts = Parts.ALL,
     ) -> None:
-        check_rows(weight, residual, exp_avg, exp_avg_sq, rows, grad, grad_rows, out, parts)
+        check_rows(weight, residual, exp_avg, exp_avg_sq, rows, grad, grad_rows, more, out, parts)
         state = _state(weight, residual, exp_avg, exp_avg_sq)
         num_rows, width = weight.shape
-        num_grad_rows = 0 if grad is None else grad.shape[0]
+        num_grad_rows, num_more_rows = (0 if some is None else some.shape[0] for some in (grad, more))
         bad = self._library.sf_adamw_rows(
             self._running(),
             byref(_scalars(hyper)),
@@ -149,15 +150,17 @@ class NativeKernels:
             parts,
             _kind(grad),
             _address(grad),
+            _address(more),
             _address(rows),
             _address(grad_rows),
             rows.numel(),
             num_rows,
             num_grad_rows,
+            num_more_rows,
             width,
         )
         if bad >= 0:
-            raise bad_row(bad, rows, num_rows, grad, grad_rows)
+            raise bad_row(bad, rows, num_rows, num_grad_rows + num_more_rows, grad_rows)
 
     def gather_rows(self, src: Tensor, rows: Tensor, out: Tensor) -> None:
         check_gather(src, rows, out)
@@ -166,7 +169,7 @@ class NativeKernels:
             self._running(), _address(src), _address(rows), _address(out), rows.numel(), src.shape[0], row_nbytes
         )
         if bad >= 0:
-            raise bad_row(bad, rows, src.shape[0], None, None)
+            raise bad_row(bad, rows, src.shape[0], 0, None)
 
     def split(self, master: Tensor, weight: Tensor, residual: Tensor) -> None:
         check_planes(master, weight, residual)

@@ -75,10 +75,28 @@ int64_t first_bad_grad_row(const int64_t* grad_rows, int64_t num, int64_t limit)
     return -1;
 }
 
-int64_t grad_row_of(const int64_t* grad_rows, int64_t i) { return grad_rows ? grad_rows[i] : i; }
+// Rows of gradients: `first` of them in one array, what comes after in another, none where the number is negative.
+struct GradRows {
+    int32_t kind;
+    const void *grad, *more;
+    const int64_t* rows;
+    int64_t first, width;
 
-// One gradient row right behind another, or neither is there (negative).
-bool follows(int64_t before, int64_t row) { return before < 0 ? row < 0 : row == before + 1; }
+    int64_t row(int64_t i) const { return rows ? rows[i] : i; }
+
+    // Entry i's row lies right behind that of the entry before, or neither is there.
+    bool follows(int64_t i) const {
+        const int64_t before = row(i - 1), own = row(i);
+        return before < 0 ? own < 0 : own == before + 1 && own != first;
+    }
+
+    int32_t kind_at(int64_t i) const { return row(i) < 0 ? int32_t(SF_GRAD_NONE) : kind; }
+
+    const void* at(int64_t i) const {
+        const int64_t own = row(i);
+        return own < first ? grad_at(kind_at(i), grad, own * width) : grad_at(kind, more, (own - first) * width);
+    }
+};
 
 int64_t row_grain(int64_t width) { return std::max<int64_t>(kGrain / std::max<int64_t>(width, 1), 1); }
 
@@ -119,24 +137,21 @@ void sf_adamw(sf_pool* pool, const sf_scalars* scalars, const sf_state* state, c
 }
 
 int64_t sf_adamw_rows(sf_pool* pool, const sf_scalars* scalars, const sf_state* state, const sf_state* out,
-                      int32_t parts, int32_t grad_kind, const void* grad, const int64_t* rows,
+                      int32_t parts, int32_t grad_kind, const void* grad, const void* more, const int64_t* rows,
                       const int64_t* grad_rows, int64_t num, int64_t num_rows, int64_t num_grad_rows,
-                      int64_t width) {
+                      int64_t num_more_rows, int64_t width) {
     int64_t bad = first_outside(rows, num, num_rows);
     if (bad < 0) bad = first_repeated(rows, num, num_rows);
-    if (bad < 0 && grad_kind != SF_GRAD_NONE) bad = first_bad_grad_row(grad_rows, num, num_grad_rows);
+    if (bad < 0 && grad_kind != SF_GRAD_NONE) bad = first_bad_grad_row(grad_rows, num, num_grad_rows + num_more_rows);
     if (bad >= 0) return bad;
     const sf_state* to = out ? out : state;
+    const GradRows grads{grad_kind, grad, more, grad_rows, num_grad_rows, width};
     pool->threads.run(num, row_grain(width), [=](int64_t begin, int64_t end) {
         for (int64_t i = begin, next; i < end; i = next) {
-            const int64_t grad_row = grad_row_of(grad_rows, i);
             next = i + 1;  // to the end of rows that lie one behind the other, and whose gradients do
-            while (next < end && rows[next] == rows[next - 1] + 1 &&
-                   follows(grad_row_of(grad_rows, next - 1), grad_row_of(grad_rows, next)))
-                ++next;
-            const int32_t kind = grad_row < 0 ? int32_t(SF_GRAD_NONE) : grad_kind;
+            while (next < end && rows[next] == rows[next - 1] + 1 && grads.follows(next)) ++next;
             pool->kernels.adamw(*scalars, state_at(*state, rows[i] * width), state_at(*to, rows[i] * width), parts,
-                                kind, grad_at(kind, grad, grad_row * width), (next - i) * width);
+                                grads.kind_at(i), grads.at(i), (next - i) * width);
         }
     });
     return -1;

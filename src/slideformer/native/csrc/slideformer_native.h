@@ -48,13 +48,14 @@ SF_API void sf_adamw(sf_pool* pool, const sf_scalars* scalars, const sf_state* s
                      int32_t parts, int32_t grad_kind, const void* grad, int64_t numel);
 
 // The same for the rows `rows[0..num]` of [num_rows, width] arrays; row rows[i] takes row grad_rows[i] of the
-// [num_grad_rows, width] gradient (row i if grad_rows is null), or a gradient of zero where that is negative.
+// [num_grad_rows, width] gradient (row i if grad_rows is null), or a gradient of zero where that is negative. What
+// comes after the gradient's last row is in `more`, [num_more_rows, width].
 // Returns -1, or the first i whose row is out of range or occurs twice, or whose gradient row is out of range;
 // then nothing was changed.
 SF_API int64_t sf_adamw_rows(sf_pool* pool, const sf_scalars* scalars, const sf_state* state, const sf_state* out,
-                             int32_t parts, int32_t grad_kind, const void* grad, const int64_t* rows,
-                             const int64_t* grad_rows, int64_t num, int64_t num_rows, int64_t num_grad_rows,
-                             int64_t width);
+                             int32_t parts, int32_t grad_kind, const void* grad, const void* more,
+                             const int64_t* rows, const int64_t* grad_rows, int64_t num, int64_t num_rows,
+                             int64_t num_grad_rows, int64_t num_more_rows, int64_t width);
 
 // out[i] = src[rows[i]] for rows of row_nbytes bytes. Returns -1, or the first i out of range (nothing was written).
 SF_API int64_t sf_gather_rows(sf_pool* pool, const void* src, const int64_t* rows, void* out, int64_t num,
