@@ -18,7 +18,7 @@ from slideformer.schedule.simulate import Span
 FORWARD = frozenset({OpKind.EMBED, OpKind.PICK_ROWS, OpKind.FORWARD, OpKind.FORWARD_KEEP, OpKind.HEAD, OpKind.HEAD_SEE})
 """The head with its gradients among them, as in the stock model's forward with a fused loss."""
 
-UPDATES = frozenset({OpKind.UPDATE, OpKind.UPDATE_REST, OpKind.UPDATE_ROWS})
+UPDATES = frozenset({OpKind.UPDATE, OpKind.UPDATE_TABLE, OpKind.UPDATE_REST, OpKind.UPDATE_ROWS})
 """What moves all of a parameter's state once; what is done ahead of the verdict, and may be done again, is not."""
 
 AHEAD_NBYTES = {OpKind.UPDATE_AHEAD: UPDATE_NBYTES, OpKind.SETTLE: 16, OpKind.COMPLETE: 24}
@@ -68,7 +68,8 @@ class Sizes:
         if op.kind not in UPDATES:
             return 0.0
         numel = self.layout.tiles(op.unit, trained=True)[op.tile].numel
-        return numel * {OpKind.UPDATE: 1.0, OpKind.UPDATE_ROWS: self.touched}.get(op.kind, 1.0 - self.touched)
+        shares = {OpKind.UPDATE_REST: 1.0 - self.touched, OpKind.UPDATE_ROWS: self.touched}
+        return numel * shares.get(op.kind, 1.0)
 
     def gathered_nbytes(self, op: Op) -> float:
         if op.kind is not OpKind.GATHER:

@@ -52,6 +52,8 @@ def test_updates_of_a_step_meet_the_copies_of_the_next_and_the_last_step_only_le
 
 def test_rows_of_a_table_count_as_far_as_they_are_touched():
     sizes = [SIZES.updated_numel(one(kind, 0, 1).op) for kind in (OpKind.UPDATE_REST, OpKind.UPDATE_ROWS)]
+    whole = replace(one(OpKind.UPDATE_ROWS, 0, 1).op, kind=OpKind.UPDATE_TABLE)
+    assert SIZES.updated_numel(whole) == 4096
     assert sizes == [4096 * 0.75, 4096 * 0.25]  # 128 of 512 rows
     assert SIZES.rows_nbytes == 128 * 64 * 2
     assert SIZES.gathered_nbytes(one(OpKind.GATHER, 0, 1).op) == 2 * 0.25 * 4096 * 2

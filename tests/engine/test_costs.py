@@ -41,6 +41,7 @@ TOKENS, ROWS = 15, 30
         (OpKind.SETTLE_ROWS, 0, 0, 256 * (ROWS / VOCAB) ** 2 / 7),
         (OpKind.SETTLE_OTHERS, 0, 0, 256 * ROWS / VOCAB * (1 - ROWS / VOCAB) / 7),
         (OpKind.COMPLETE_ROWS, 0, 0, 0.0),
+        (OpKind.UPDATE_TABLE, 0, 0, 256 / 7),
         (OpKind.UPDATE_ROWS, 0, 0, 256 * ROWS / VOCAB / 7),
         (OpKind.UPDATE_REST, 0, 0, 256 * (1 - ROWS / VOCAB) / 7),
         (OpKind.REPORT, 1, -1, 0.0),
@@ -64,12 +65,10 @@ def test_of_a_clipped_step_weights_and_the_rest_are_written_apart_and_nothing_ah
         (0, OpKind.REST_AHEAD, OpKind.SETTLE_ROWS, OpKind.COMPLETE_ROWS),
         (1, OpKind.UPDATE_AHEAD, OpKind.SETTLE, OpKind.COMPLETE),
     ):
-        touched = ROWS / VOCAB if unit == 0 else 1.0
-        for kind, share in ((ahead, 0.0), (settle, touched * settled), (complete, completed)):
+        for kind, share in ((ahead, 0.0), (settle, settled), (complete, completed)):
             op = Op(kind, LaneName.UPDATE, (), unit=unit, tile=0)
             assert cost_s(op) == pytest.approx(share * 256 / 7), kind
-    others = Op(OpKind.SETTLE_OTHERS, LaneName.UPDATE, (), unit=0, tile=0)
-    assert cost_s(others) == pytest.approx((1 - ROWS / VOCAB) * settled * 256 / 7)
+    assert cost_s(Op(OpKind.SETTLE_OTHERS, LaneName.UPDATE, (), unit=0, tile=0)) == 0.0
     assert cost_s(Op(OpKind.UPDATE, LaneName.UPDATE, (), unit=1, tile=0)) == pytest.approx(256 / 7)
 
 

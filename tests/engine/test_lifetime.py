@@ -193,7 +193,7 @@ def test_a_device_closed_too_early_is_an_error_not_a_hang():
 @pytest.mark.parametrize("where", ["first op", "before the first update", "after the first update", "last op"])
 def test_a_step_interrupted_while_it_is_submitted_is_never_taken_for_whole(program, where):
     plan = plan_of(program, STEP)
-    writers = (OpKind.UPDATE, OpKind.UPDATE_REST, OpKind.SETTLE, OpKind.SETTLE_ROWS)
+    writers = (OpKind.UPDATE, OpKind.UPDATE_TABLE, OpKind.UPDATE_REST, OpKind.SETTLE, OpKind.SETTLE_ROWS)
     writers += (OpKind.UPDATE_RESIDENT, OpKind.UPDATE_RESIDENT_TABLE)
     first_update = next(i for i, op in enumerate(plan.ops) if op.kind in writers)
     index = {

@@ -139,7 +139,7 @@ def test_an_eager_stop_on_a_gradient_tears_the_state_unless_nothing_was_written_
     options, injector = toy_options(**EAGER, micro_batches=2), Injector(target, math.nan)
     with engine_with(injector, options) as engine:
         start(engine, injector)
-        writers = (OpKind.UPDATE, OpKind.UPDATE_REST, OpKind.UPDATE_ROWS)
+        writers = (OpKind.UPDATE, OpKind.UPDATE_TABLE, OpKind.UPDATE_REST, OpKind.UPDATE_ROWS)
         first = next(op.unit for op in engine.plan.ops if op.kind in writers)
         results = [engine.step(batch, lr=lr) for batch, lr in STEPS[: BAD + 1]]
         with pytest.raises(LaneFailure, match="a gradient is not finite"):

@@ -35,6 +35,7 @@ SETTINGS = {
     "eager, tied, positions": (dict(family="gpt2", tied=True, dtype=torch.bfloat16), {**EAGER, **SPILLING}),
     "eager, untied": (dict(family="llama", tied=False, dtype=torch.float32), EAGER),
     "ahead": (dict(family="llama", tied=True, dtype=torch.bfloat16), {**AHEAD, **SPILLING}),
+    "deferred, nothing ahead": (dict(family="llama", tied=True, dtype=torch.float32), {**AHEAD, "ahead": ()}),
     "sliced head": (
         dict(family="llama", tied=True, dtype=torch.bfloat16, tile=3000),
         {**EAGER, **SPILLING, "sliced_head": True},
@@ -69,7 +70,7 @@ OPTIONAL = {
     (OpKind.REDUCE_OUTPUT, "row_grad"), (OpKind.REDUCE_OUTPUT, "batch"),
     (OpKind.UPDATE, "norms"), (OpKind.UPDATE_REST, "norms"), (OpKind.UPDATE_ROWS, "norms"),
     (OpKind.UPDATE_REST, "grad"), (OpKind.REST_AHEAD, "grad"), (OpKind.SETTLE_ROWS, "grad"),
-    (OpKind.SETTLE_OTHERS, "grad"),
+    (OpKind.UPDATE_TABLE, "grad"),
     (OpKind.UPDATE_AHEAD, "norms"), (OpKind.REST_AHEAD, "norms"), (OpKind.COMPLETE, "residual"),
     (OpKind.COMPLETE_ROWS, "residual"), (OpKind.COMPLETE_ROWS, "grad"),
 }  # fmt: skip
@@ -86,7 +87,11 @@ def missed(engine: Engine, op: Op, run: Run) -> set[str]:
     for ahead in (run.ahead, set()):
         try:
             again = replace(run, ahead=ahead, next_feed=run.feed)
-            engine.executor._actions[op.kind](Reach(op, engine.executor.buffers), again, op)
+            reach = Reach(op, engine.executor.buffers)
+            if op.kind is OpKind.SETTLE_OTHERS:
+                numel, width = engine.layout.tiles(op.unit)[op.tile].numel, engine.layout.units[op.unit].row_numel
+                reach.cell("other_rows").value = torch.ones(numel // width, dtype=torch.bool)
+            engine.executor._actions[op.kind](reach, again, op)
         except KeyError as missing:
             roles |= set(missing.args)
     return roles

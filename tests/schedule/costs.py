@@ -48,6 +48,7 @@ def costs(layout: Layout, options: StepOptions, *, batch: float = 1.0) -> Callab
         OpKind.DOWNLOAD_ROWS: 2 * LINK_S,
         OpKind.GATHER: 2 * LINK_S,
         OpKind.UPDATE: UPDATE_S,
+        OpKind.UPDATE_TABLE: UPDATE_S,
         OpKind.UPDATE_REST: UPDATE_S,
         OpKind.UPDATE_ROWS: UPDATE_S,
         OpKind.UPDATE_AHEAD: UPDATE_S,

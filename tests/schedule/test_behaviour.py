@@ -32,7 +32,8 @@ from slideformer.schedule.ops import STATE_PLACES
 
 COMPLETES = (OpKind.COMPLETE, OpKind.COMPLETE_ROWS)
 RESIDENT_UPDATES = (OpKind.UPDATE_RESIDENT, OpKind.UPDATE_RESIDENT_TABLE)
-UPDATES = (OpKind.UPDATE, OpKind.UPDATE_REST, OpKind.UPDATE_ROWS, OpKind.SETTLE, OpKind.SETTLE_ROWS)
+WHOLE_TABLE = (OpKind.UPDATE_TABLE, OpKind.SETTLE_ROWS)
+UPDATES = (OpKind.UPDATE, OpKind.UPDATE_REST, OpKind.UPDATE_ROWS, OpKind.SETTLE, *WHOLE_TABLE)
 
 
 def uploads(plan: Plan, layout: Layout) -> Counter[tuple[int, int]]:
@@ -123,7 +124,7 @@ def test_every_trained_tile_is_updated_exactly_once_and_no_frozen_one(case: Case
     units, resident = range(len(case.layout.units)), case.options.resident
     streamed = [u for u in units if u not in resident]
     assert updates == Counter((u, t.index) for u in streamed for t in case.layout.tiles(u, trained=True))
-    rows = [op.tile for op in case.plan.ops if op.kind in (OpKind.UPDATE_ROWS, OpKind.SETTLE_ROWS)]
+    rows = [op.tile for op in case.plan.ops if op.kind in (OpKind.UPDATE_ROWS, *WHOLE_TABLE)]
     assert rows == [t.index for t in case.layout.tiles(0, trained=True) if 0 not in resident]
     whole = Counter(op.unit for op in case.plan.ops if op.kind in RESIDENT_UPDATES)
     assert whole == Counter(u for u in resident if case.layout.units[u].train_numel)

@@ -139,10 +139,8 @@ def test_two_blocks_in_two_slots_deferred_with_two_micro_batches():
         reduce u1
         download u1 t0
         decide
-        update_rest u0 t0
-        update_rows u0 t0
-        update_rest u0 t1
-        update_rows u0 t1
+        update_table u0 t0
+        update_table u0 t1
         update u1 t0
         update u2 t0
         update u2 t1

@@ -304,13 +304,14 @@ class _Clock:
                 return 0.0
             case OpKind.SETTLE | OpKind.COMPLETE | OpKind.COMPLETE_ROWS if not self.clipped:
                 return 0.0
-            case OpKind.UPDATE:
+            case OpKind.SETTLE_OTHERS if self.clipped:
+                return 0.0
+            case OpKind.UPDATE | OpKind.UPDATE_TABLE:
                 share = 1.0
             case OpKind.UPDATE_AHEAD:
                 share = AHEAD
-            case OpKind.SETTLE | OpKind.SETTLE_ROWS | OpKind.SETTLE_OTHERS if self.clipped:
-                rows = {OpKind.SETTLE_ROWS: self.touched, OpKind.SETTLE_OTHERS: 1 - self.touched}
-                share = WEIGHTS_FIRST * rows.get(op.kind, 1.0)
+            case OpKind.SETTLE | OpKind.SETTLE_ROWS if self.clipped:
+                share = WEIGHTS_FIRST
             case OpKind.COMPLETE | OpKind.COMPLETE_ROWS:
                 share = REST_LATER
             case OpKind.UPDATE_REST:

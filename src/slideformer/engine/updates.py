@@ -3,10 +3,10 @@
 Ahead: while backward still runs, new planes and moments are written to the tile's spare copy as if nothing were
 clipped. When the global norm is known and does not clip, the spare copy becomes the state. If it does, the spare copy
 first gets the new weights, which is all that the next forward reads, and the rest of the new state after all tiles'
-weights; both from the old copy, with the right factor. Of the table the first to be done are the rows that the next
-batch touches, if that is known by then; the others are not needed before the output projection. Either way the result
-is that of the update in place. Clipped steps come in rows: after one, nothing is tried ahead, since it would be done
-again.
+weights; both from the old copy, with the right factor. Of the table only the rows that the batch touched are left to do
+where nothing is clipped: first those that the next batch touches, if that is known by then; the others are not needed
+before the output projection. Either way the result is that of the update in place. Clipped steps come in rows: after
+one, nothing is tried ahead, since it would be done again.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Updates:
     def table(self) -> dict[OpKind, Callable[[Reach, Run, Op], None]]:
         return {
             OpKind.UPDATE: self.update,
+            OpKind.UPDATE_TABLE: self.update_table,
             OpKind.UPDATE_REST: self.update_rest,
             OpKind.UPDATE_ROWS: self.update_rows,
             OpKind.UPDATE_AHEAD: self.update_ahead,
@@ -80,6 +81,11 @@ class Updates:
         verdict = self._permitted(reach, run)
         if verdict is not None:
             self._tile(op, self._planes(reach, op), reach["grad"], verdict)
+
+    def update_table(self, reach: Reach, run: Run, op: Op) -> None:
+        verdict = self._permitted(reach, run)
+        if verdict is not None:
+            self._table(reach, run, op, self._planes(reach, op), verdict)
 
     def update_rest(self, reach: Reach, run: Run, op: Op) -> None:
         """Rows of one tile of the table that the batch did not touch. Untied, they have no gradient at all."""
@@ -117,13 +123,19 @@ class Updates:
         twin.swap()
 
     def settle_rows(self, reach: Reach, run: Run, op: Op) -> None:
-        """Those that the next batch touches, or all if that is not known yet. Which are left is for `settle_others`."""
+        """All rows; or, if others are there already from ahead of the verdict, those that this batch touched: the next
+        one's, if they are known by now. Which others are left is for `settle_others`."""
         verdict, twin, left = self._permitted(reach, run), reach.twin("spare"), reach.cell("other_rows")
-        if verdict is not None:
-            planes, among = self._planes(reach, op), self._read_next(run, op)
+        if verdict is None:
+            return
+        planes, left.value = self._planes(reach, op), None
+        if self._holds(run, op, verdict):
+            among = self._read_next(run, op)
             left.value = None if among is None else ~among
-            self._settle_rows(reach, run, op, verdict, planes, twin.other, among)
-            twin.swap()
+            self._rows(op, run, planes, reach["row_grad"], verdict, Into(twin.other), among)
+        else:
+            self._table(reach, run, op, planes, verdict, Into(twin.other, _new_parts(op)))
+        twin.swap()
 
     def settle_others(self, reach: Reach, run: Run, op: Op) -> None:
         """Beside a gather that reads others of the tile."""
@@ -131,17 +143,7 @@ class Updates:
         if verdict is not None and isinstance(left, torch.Tensor):
             numel = self.layout.tiles(op.unit, trained=True)[op.tile].numel
             old = Planes(*(plane[:numel] for plane in twin.other))
-            self._settle_rows(reach, run, op, verdict, old, self._planes(reach, op), left)
-
-    def _settle_rows(
-        self, reach: Reach, run: Run, op: Op, verdict: Verdict, old: Planes, new: Planes, among: torch.Tensor | None
-    ) -> None:
-        """Rows that the batch did not touch are there already if what was done ahead holds."""
-        into = Into(new)
-        if not self._holds(run, op, verdict):
-            into = Into(new, _new_parts(op))
-            self._rest(op, run, old, _optional(reach, "grad"), verdict, into, among)
-        self._rows(op, run, old, reach["row_grad"], verdict, into, among)
+            self._rows(op, run, old, reach["row_grad"], verdict, Into(self._planes(reach, op)), left)
 
     def _read_next(self, run: Run, op: Op) -> torch.Tensor | None:
         """Which rows of a tile of the table the next batch touches, as a mask; None if that is not known yet."""
@@ -163,8 +165,7 @@ class Updates:
         verdict = self._permitted(reach, run)
         if verdict is not None and not self._holds(run, op, verdict):
             old, into = self._half_new(reach, op)
-            self._rest(op, run, old, _optional(reach, "grad"), verdict, into)
-            self._rows(op, run, old, reach["row_grad"], verdict, into)
+            self._table(reach, run, op, old, verdict, into)
 
     def _half_new(self, reach: Reach, op: Op) -> tuple[Planes, Into]:
         """Of a settled tile: the old state, and where the new one is with what that still lacks."""
@@ -217,6 +218,19 @@ class Updates:
                 state = (weight, residual, grad[part], exp_avg, exp_avg_sq)
                 self.kernels.update(*state, hyper, out=out, parts=into.parts)
 
+    def _table(self, reach: Reach, run: Run, op: Op, planes: Planes, verdict: Verdict, into: Into = IN_PLACE) -> None:
+        """All rows of a tile in one pass: those that the batch touched have their gradients elsewhere."""
+        touched, begin, end = run.feed.rows_by_tile[op.tile]
+        rows, width = torch.arange(planes.weight.numel() // self._width(op)), self._width(op)
+        grad, of_touched = _optional(reach, "grad"), reach["row_grad"][begin * width : end * width].view(-1, width)
+        if grad is None:
+            first, grad, more, grad_rows = 0, of_touched, None, torch.full_like(rows, -1)
+        else:
+            grad, more, grad_rows = grad[: planes.weight.numel()].view(-1, width), of_touched, rows.clone()
+            first = len(rows)
+        grad_rows[touched] = torch.arange(first, first + end - begin)
+        self._some_rows(op, planes, rows, grad, grad_rows, verdict, into, more)
+
     def _rest(
         self,
         op: Op,
@@ -225,12 +239,10 @@ class Updates:
         grad: torch.Tensor | None,
         verdict: Verdict,
         into: Into = IN_PLACE,
-        among: torch.Tensor | None = None,
     ) -> None:
-        """Rows that the batch did not touch, among those of the mask, or all."""
+        """Rows that the batch did not touch."""
         touched, _, _ = run.feed.rows_by_tile[op.tile]
-        num_rows = planes.weight.numel() // self._width(op)
-        rest = torch.ones(num_rows, dtype=torch.bool) if among is None else among.clone()
+        rest = torch.ones(planes.weight.numel() // self._width(op), dtype=torch.bool)
         rest[touched] = False
         rows = rest.nonzero().squeeze(1)
         if grad is not None:
@@ -266,12 +278,13 @@ class Updates:
         grad_rows: torch.Tensor | None,
         verdict: Verdict,
         into: Into,
+        more: torch.Tensor | None = None,
     ) -> None:
         width = self._width(op)
         hyper = verdict.decay if self.layout.units[op.unit].decay_numel else verdict.plain
         matrices = (plane.view(-1, width) for plane in planes)
         out = None if into.out is None else Planes(*(plane.view(-1, width) for plane in into.out))
-        self.kernels.update_rows(*matrices, rows, grad, grad_rows, hyper, out=out, parts=into.parts)
+        self.kernels.update_rows(*matrices, rows, grad, grad_rows, hyper, more=more, out=out, parts=into.parts)
 
     def _width(self, op: Op) -> int:
         return self.layout.units[op.unit].row_numel

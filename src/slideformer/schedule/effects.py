@@ -207,6 +207,12 @@ class Effects(Pieces):
                 yield Effect("grad", self._landing(), ("landed", unit, tile), None)
                 yield from self._permits(unit, self._part(unit, tile))
                 yield from self._state(unit, tile, 0, 1)
+            case OpKind.UPDATE_TABLE:
+                if self.layout.tied:
+                    yield Effect("grad", self._landing(), ("landed", 0, tile), None)
+                yield Effect("row_grad", Place.ROW_GRAD_HOST, ("row_grad",), None)
+                yield Effect("verdict", Place.VERDICT, ("verdict",), None)
+                yield from self._state(0, tile, 0, 1)
             case OpKind.UPDATE_REST if self.layout.tied:
                 yield Effect("grad", self._landing(), ("landed", 0, tile), None)
                 yield from self._permits(0, self._part(0, tile))
@@ -253,10 +259,8 @@ class Effects(Pieces):
                 yield effect._replace(leaves=(str(effect.place), unit, tile, 1))
 
     def _others(self, tile: int) -> Iterator[Effect]:
-        """The rows of a tile of the table that the next batch does not touch. Whoever reads those that it does may do
-        so at the same time."""
-        if self.layout.tied:
-            yield Effect("grad", Place.GRAD_HOST, ("landed", 0, tile), None)
+        """The rows of a tile of the table that this batch touches and the next does not. Whoever reads those that the
+        next does may do so at the same time."""
         yield Effect("row_grad", Place.ROW_GRAD_HOST, ("row_grad",), None)
         yield Effect("verdict", Place.VERDICT, ("verdict",), None)
         yield Effect("spare", Place.SPARE, ("settled", 0, tile), None)
@@ -267,10 +271,10 @@ class Effects(Pieces):
             yield Effect(str(place), place, found, None if read else found)
 
     def _stored(self, op: Op) -> Iterator[Effect]:
-        """Between disk and staging memory: what of a tile is on disk, for its update (of the table: the first, which
-        leaves the touched rows to the second), or for whoever reads weights."""
+        """Between disk and staging memory: what of a tile is on disk, for its update (of the table, eager: the first,
+        which leaves the touched rows to the second), or for whoever reads weights."""
         unit, tile = op.unit, op.tile
-        first = (0, "rest" if unit == 0 else 1)
+        first = (0, "rest" if unit == 0 and self.eager else 1)
         match op.kind:
             case OpKind.READ_STATE | OpKind.WRITE_STATE:
                 yield from self._between(STATE, unit, tile, first[op.kind is OpKind.WRITE_STATE], op.kind)

@@ -144,7 +144,7 @@ class Gradients(Program):
 
     def update_rest(self, tile: int, landing: Buffer | None) -> None:
         grad = () if landing is None else (Access("grad", landing, ("landed", self.table, tile), None),)
-        permits = self.permits(self.table, self.part(self.table, tile)) if landing is not None else [self.verdict()]
+        permits = [self.verdict()] if landing is None else self.permits(self.table, self.part(self.table, tile))
         state = self.state(self.table, tile, 0, "rest")
         self.emit(OpKind.UPDATE_REST, LaneName.UPDATE, *grad, *permits, *state, unit=self.table, tile=tile)
 
@@ -152,6 +152,10 @@ class Gradients(Program):
         grad = Access("grad", Buffer(Place.ROW_GRAD_HOST), ("row_grad",), None)
         permits, state = self.permits(self.table, 1), self.state(self.table, tile, "rest", 1)
         self.emit(OpKind.UPDATE_ROWS, LaneName.UPDATE, grad, *permits, *state, unit=self.table, tile=tile)
+
+    def update_table(self, tile: int) -> None:
+        accesses = [*self.at_hand(self.table, tile), *self.state(self.table, tile, 0, 1)]
+        self.emit(OpKind.UPDATE_TABLE, LaneName.UPDATE, *accesses, unit=self.table, tile=tile)
 
     # resident units
 
@@ -194,8 +198,8 @@ class Gradients(Program):
         self.emit(kind, LaneName.UPDATE, *accesses, unit=unit, tile=tile)
 
     def settle(self, unit: int, tile: int) -> None:
-        """The new weights are there, of the table those that the next batch's rows read. What else the new state has,
-        only `complete` may find before it is whole."""
+        """The new weights are there, of the table perhaps only those that the next batch's rows read. What else the new
+        state has, only `complete` may find before it is whole."""
         accesses = [*self.at_hand(unit, tile), self.spare(unit, tile, "spare", "settled")]
         if unit == self.table:
             accesses.append(self.other_rows(unit, tile, 0, "left"))
@@ -206,9 +210,10 @@ class Gradients(Program):
         self.emit(kind, LaneName.UPDATE, *accesses, unit=unit, tile=tile)
 
     def settle_others(self, tile: int) -> None:
-        """Weights that nobody reads yet, beside others of the same tile that the next batch's gather reads already."""
-        unit, spare = self.table, self.spare(self.table, tile, "settled", "settled")
-        accesses = [*self.at_hand(unit, tile), spare._replace(leaves=None), self.other_rows(unit, tile, "left", 1)]
+        """Weights that nobody reads yet, beside others of the same tile that the next batch's gather reads already. All
+        rows that the batch did not touch have theirs from ahead of the verdict, else `settle` leaves none."""
+        unit, spare = self.table, self.spare(self.table, tile, "settled", "settled")._replace(leaves=None)
+        accesses = [self.verdict(), self.row_grad(), spare, self.other_rows(unit, tile, "left", 1)]
         for access in self.state(unit, tile, "settled", "settled"):
             new = (str(access.buffer.place), unit, tile, 1)
             read = access.buffer.place in self.read_places
@@ -225,10 +230,13 @@ class Gradients(Program):
         """The verdict, and all of a tile's gradient, which waits for it."""
         found = [self.verdict()]
         if unit == self.table:
-            found.append(Access("row_grad", Buffer(Place.ROW_GRAD_HOST), ("row_grad",), None))
+            found.append(self.row_grad())
         if unit != self.table or self.layout.tied:
             found.append(Access("grad", Buffer(Place.GRAD_HOST, (unit, tile)), ("landed", unit, tile), None))
         return found
+
+    def row_grad(self) -> Access:
+        return Access("row_grad", Buffer(Place.ROW_GRAD_HOST), ("row_grad",), None)
 
     def spare(self, unit: int, tile: int, needs: str, leaves: str) -> Access:
         return Access("spare", Buffer(Place.SPARE, (unit, tile)), (needs, unit, tile), (leaves, unit, tile))
@@ -254,11 +262,9 @@ class Gradients(Program):
             self.update_resident_table() if unit == self.table else self.update_resident(unit)
             return
         for tile in self.layout.tiles(unit, trained=True):
-            landing = Buffer(Place.GRAD_HOST, (unit, tile.index))
             if unit in self.ahead:
                 self.settle(unit, tile.index)
             elif unit == self.table:
-                self.update_rest(tile.index, landing if self.layout.tied else None)
-                self.update_rows(tile.index)
+                self.update_table(tile.index)
             else:
-                self.update(unit, tile.index, landing)
+                self.update(unit, tile.index, Buffer(Place.GRAD_HOST, (unit, tile.index)))

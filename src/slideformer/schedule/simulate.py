@@ -30,6 +30,7 @@ LETTERS = {
     OpKind.UPDATE: "U",
     OpKind.UPDATE_RESIDENT: "U",
     OpKind.UPDATE_RESIDENT_TABLE: "R",
+    OpKind.UPDATE_TABLE: "R",
     OpKind.UPDATE_REST: "R",
     OpKind.UPDATE_ROWS: "R",
     OpKind.UPDATE_AHEAD: "A",
