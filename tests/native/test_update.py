@@ -106,7 +106,7 @@ def test_rows_equal_the_reference_and_others_stay(kernels, grad_dtype, named_gra
         source = row if grad_rows is None else int(grad_rows[row])
         tile = [plane[rows[row]] for plane in expected.planes()]
         reference_update(*tile[:2], None if grad is None or source < 0 else grad[source], *tile[2:], HYPER)
-    for first in (None,) if grad is None else (None, 0, 92, 99, 106, 250):  # where the rest of the gradient lies elsewhere
+    for first in (None,) if grad is None else (None, 0, 92, 99, 106, 250):  # from there on it lies elsewhere
         parts = (grad, None) if first is None else (grad[:first].clone(), grad[first:].clone())
         for host in (kernels, TorchKernels()):
             found = before.clone()

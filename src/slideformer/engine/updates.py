@@ -85,7 +85,7 @@ class Updates:
     def update_table(self, reach: Reach, run: Run, op: Op) -> None:
         verdict = self._permitted(reach, run)
         if verdict is not None:
-            self._table(reach, run, op, self._planes(reach, op), verdict)
+            self._all_rows(reach, run, op, self._planes(reach, op), verdict)
 
     def update_rest(self, reach: Reach, run: Run, op: Op) -> None:
         """Rows of one tile of the table that the batch did not touch. Untied, they have no gradient at all."""
@@ -134,7 +134,7 @@ class Updates:
             left.value = None if among is None else ~among
             self._rows(op, run, planes, reach["row_grad"], verdict, Into(twin.other), among)
         else:
-            self._table(reach, run, op, planes, verdict, Into(twin.other, _new_parts(op)))
+            self._all_rows(reach, run, op, planes, verdict, Into(twin.other, _new_parts(op)))
         twin.swap()
 
     def settle_others(self, reach: Reach, run: Run, op: Op) -> None:
@@ -165,7 +165,7 @@ class Updates:
         verdict = self._permitted(reach, run)
         if verdict is not None and not self._holds(run, op, verdict):
             old, into = self._half_new(reach, op)
-            self._table(reach, run, op, old, verdict, into)
+            self._all_rows(reach, run, op, old, verdict, into)
 
     def _half_new(self, reach: Reach, op: Op) -> tuple[Planes, Into]:
         """Of a settled tile: the old state, and where the new one is with what that still lacks."""
@@ -218,16 +218,19 @@ class Updates:
                 state = (weight, residual, grad[part], exp_avg, exp_avg_sq)
                 self.kernels.update(*state, hyper, out=out, parts=into.parts)
 
-    def _table(self, reach: Reach, run: Run, op: Op, planes: Planes, verdict: Verdict, into: Into = IN_PLACE) -> None:
-        """All rows of a tile in one pass: those that the batch touched have their gradients elsewhere."""
+    def _all_rows(
+        self, reach: Reach, run: Run, op: Op, planes: Planes, verdict: Verdict, into: Into = IN_PLACE
+    ) -> None:
+        """In one pass: those that the batch touched have their gradients elsewhere."""
+        width, grad = self._width(op), _optional(reach, "grad")
+        rows = torch.arange(planes.weight.numel() // width)
         touched, begin, end = run.feed.rows_by_tile[op.tile]
-        rows, width = torch.arange(planes.weight.numel() // self._width(op)), self._width(op)
-        grad, of_touched = _optional(reach, "grad"), reach["row_grad"][begin * width : end * width].view(-1, width)
-        if grad is None:
-            first, grad, more, grad_rows = 0, of_touched, None, torch.full_like(rows, -1)
+        of_touched, more = reach["row_grad"][begin * width : end * width].view(-1, width), None
+        if grad is None:  # untied: of the others it is zero
+            grad, grad_rows, first = of_touched, torch.full_like(rows, -1), 0
         else:
-            grad, more, grad_rows = grad[: planes.weight.numel()].view(-1, width), of_touched, rows.clone()
-            first = len(rows)
+            grad, grad_rows, first = grad[: planes.weight.numel()].view(-1, width), rows.clone(), len(rows)
+            more = of_touched
         grad_rows[touched] = torch.arange(first, first + end - begin)
         self._some_rows(op, planes, rows, grad, grad_rows, verdict, into, more)
 
