@@ -10,6 +10,7 @@ import pytest
 from slideformer.cli.config_file import load_config
 from slideformer.cli.names import ALIASES, CONVERTED
 from slideformer.config import TrainConfig
+from slideformer.config.spellings import FOREIGN
 from slideformer.errors import BadInput
 
 OTHER_SPELLINGS = {
@@ -152,6 +153,111 @@ def test_workers_of_a_loader_are_taken_with_one_notice_that_they_have_no_effect(
         "parallel is dataset_num_proc"
     ]
     assert load(HEAD + "dataloader_num_workers: 0\n").notices == ()
+
+
+OTHER_CONFIGS = {
+    "TRL": """\
+        learning_rate: 2.0e-5
+        num_train_epochs: 1
+        packing: true
+        per_device_train_batch_size: 2
+        gradient_accumulation_steps: 8
+        gradient_checkpointing: true
+        gradient_checkpointing_kwargs: {use_reentrant: false}
+        optim: adamw_torch_fused
+        bf16: true
+        use_peft: false
+        load_in_4bit: false
+        eval_strategy: steps
+        eval_steps: 100
+        val_size: 0.1
+        deepspeed: zero3.json
+        """,
+    "LLaMA-Factory": """\
+        trust_remote_code: false
+        stage: sft
+        do_train: true
+        finetuning_type: full
+        deepspeed: ds_z3_config.json
+        template: llama3
+        cutoff_len: 2048
+        max_samples: 1000
+        preprocessing_num_workers: 16
+        dataloader_num_workers: 4
+        logging_steps: 10
+        save_steps: 500
+        plot_loss: true
+        overwrite_output_dir: true
+        save_only_model: false
+        report_to: none
+        per_device_train_batch_size: 1
+        lr_scheduler_type: cosine
+        warmup_ratio: 0.1
+        ddp_timeout: 180000000
+        resume_from_checkpoint: null
+        """,
+    "Axolotl": """\
+        model_type: AutoModelForCausalLM
+        dataset_prepared_path: prepared
+        val_set_size: 0.05
+        sequence_len: 8192
+        sample_packing: true
+        eval_sample_packing: false
+        pad_to_sequence_len: true
+        adapter:
+        lora_r:
+        wandb_project:
+        micro_batch_size: 1
+        num_epochs: 3
+        optimizer: adamw_torch_fused
+        lr_scheduler: cosine
+        bf16: auto
+        tf32: false
+        gradient_checkpointing: true
+        flash_attention: true
+        weight_decay: 0.0
+        fsdp:
+        special_tokens:
+        plugins: [axolotl.integrations.liger.LigerPlugin]
+        liger_rope: true
+        """,
+}
+"""Of full fine-tunes, as their documentation has them, less the model and the data."""
+
+
+@pytest.mark.parametrize("tool", OTHER_CONFIGS)
+def test_a_config_of_another_tool_is_taken_and_what_has_no_effect_is_told(load, tool) -> None:
+    lines = [line.strip() for line in OTHER_CONFIGS[tool].strip().splitlines()]
+    resolved = load(HEAD + "\n".join(lines) + "\n")
+    given = dict(line.split(":", 1) for line in lines)
+    told = {notice.split(": ", 1)[1].split()[0] for notice in resolved.notices if "has no effect" in notice}
+    asked = {key for key, value in given.items() if value.strip() not in ("", "false", "null")}
+    assert told == asked & {*FOREIGN, "dataloader_num_workers"} and len(told) > 3
+    ours = [line for line in lines if line.split(":")[0] not in FOREIGN]
+    assert load(HEAD + "\n".join(ours) + "\n").config == resolved.config
+
+
+@pytest.mark.parametrize("key", FOREIGN)
+def test_what_only_other_tools_have_is_answered(load, complaint, key) -> None:
+    assert key not in TrainConfig.model_fields and key not in ALIASES
+    for nothing in ("", "null", "false", "0", "[]", "no"):
+        assert load(f"{HEAD}{key}: {nothing}\n").notices == ()
+    if FOREIGN[key].takes("something"):
+        (notice,) = load(f"{HEAD}{key}: something\n").notices
+        assert f"{key} has no effect: {FOREIGN[key].says}" in notice
+    else:
+        assert complaint(f"{HEAD}{key}: something\n") == f"train.yaml:3: {key}: {FOREIGN[key].says}; leave it out"
+    with pytest.raises(BadInput, match=f"^{key}: "):
+        TrainConfig(**{key: "something"})
+
+
+def test_what_a_run_would_not_do_is_refused(complaint, load) -> None:
+    said = "train.yaml:3: optim: the optimizer is AdamW with fp32 moments; leave it out"
+    assert complaint(HEAD + "optim: paged_adamw_8bit\n") == said
+    assert complaint(HEAD + "finetuning_type: lora\n").startswith("train.yaml:3: finetuning_type: all weights")
+    assert complaint(HEAD + "fp16: true\n").startswith("train.yaml:3: fp16: it computes in bf16")
+    with pytest.raises(BadInput, match="command line: lora_r: all weights are trained"):
+        load(HEAD, "lora_r=8")
 
 
 @pytest.mark.parametrize(("written", "count"), [("0", 1), ("-1", 0), ("null", 0), ("5", 0), ("'0'", 1)])

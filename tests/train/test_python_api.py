@@ -149,6 +149,9 @@ def test_what_cannot_be_used_is_told_with_the_way_out(trainer_for, model_folder,
     rows = sums(8)
     with pytest.raises(BadInput, match="there is no model: give a folder or a module"):
         trainer_for(train_dataset=rows)
+    for args in ({"output_dir": "out"}, {}):
+        with pytest.raises(BadInput, match="args is of type dict, must be a TrainConfig"):
+            Trainer(str(model_folder), args, train_dataset=rows)
     with pytest.raises(BadInput, match="there is nothing to train on: give train_dataset"):
         trainer_for(str(model_folder))
     with pytest.raises(BadInput, match="val_size takes rows out of files"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from slideformer.config import TrainConfig
 from slideformer.config.faults import WrongSettings, unknown
-from slideformer.config.spellings import ALIASES, NEVER
+from slideformer.config.spellings import ALIASES, FOREIGN, Foreign
 from slideformer.errors import BadInput
 
 
@@ -74,6 +74,9 @@ def resolve(*sources: Sequence[Setting], required: Sequence[str] | None = None) 
     for source in sources:
         given: dict[str, Setting] = {}
         for setting in source:
+            if setting.key in FOREIGN:
+                notices += _answered(setting, FOREIGN[setting.key])
+                continue
             name = _canonical(setting)
             if name in given:
                 first = given[name]
@@ -107,9 +110,16 @@ def _canonical(setting: Setting) -> str:
         return setting.key
     if ALIASES.get(setting.key) in TrainConfig.model_fields:
         return ALIASES[setting.key]
-    if setting.key in NEVER:
-        raise BadInput(f"{setting.where}: {setting.key}: {NEVER[setting.key]}")
     raise BadInput(f"{setting.where}: {unknown(setting.key, TrainConfig.model_fields, ALIASES)}")
+
+
+def _answered(setting: Setting, foreign: Foreign) -> list[str]:
+    """What there is to say of a setting that only other tools have."""
+    if foreign.asks_for_nothing(setting.value):
+        return []
+    if foreign.takes(setting.value):
+        return [f"{setting.where}: {setting.key} has no effect: {foreign.says}"]
+    raise BadInput(f"{setting.where}: {setting.key}: {foreign.says}; leave it out")
 
 
 def _missing(name: str, settings: dict[str, Setting], sources: Sequence[Sequence[Setting]]) -> str:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from slideformer.config.data import DatasetSpec
-from slideformer.config.spellings import ALIASES, NEVER
+from slideformer.config.spellings import ALIASES, FOREIGN
 from slideformer.errors import BadInput
 
 
@@ -48,8 +48,8 @@ def unknown(key: str, known: Iterable[str], also: Iterable[str] = ()) -> str:
 
 
 def _unknown_here(key: str, known: list[str]) -> str:
-    if key in NEVER:
-        return f"{key}: {NEVER[key]}"
+    if key in FOREIGN:
+        return f"{key}: {FOREIGN[key].says}; leave it out"
     if ALIASES.get(key) in known:
         return f"unknown key {key}: its name is {ALIASES[key]}"
     return unknown(key, known)

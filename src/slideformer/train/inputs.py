@@ -119,7 +119,10 @@ def inputs_of(
     eval_dataset: Data | Mapping[str, Data],
     processing_class: PreTrainedTokenizerBase | None,
 ) -> Inputs:
-    """Sort what a Trainer was given; what was given beside args wins. Raises BadInput: no model, no rows."""
+    """Sort what a Trainer was given; what was given beside args wins. Raises BadInput: no config, no model, no rows."""
+    if not isinstance(args, TrainConfig):
+        kind = type(args).__name__
+        raise BadInput(f"args is of type {kind}, must be a TrainConfig: give TrainConfig(output_dir=..., ...)")
     changes: dict[str, object] = {}
     module = model if isinstance(model, torch.nn.Module) else None
     if module is not None:

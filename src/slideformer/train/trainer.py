@@ -110,7 +110,9 @@ class Trainer:
         transformers' TrainerCallback. console: where to tell what happens; None is standard output.
         Raises BadInput.
         """
-        self._inputs: Inputs = inputs_of(model, args or TrainConfig(), train_dataset, eval_dataset, processing_class)
+        self._inputs: Inputs = inputs_of(
+            model, TrainConfig() if args is None else args, train_dataset, eval_dataset, processing_class
+        )
         self._callbacks = Callbacks(callbacks, self.args, model=self._inputs.module, processing_class=processing_class)
         self._given_console = console
         self._held, self._held_engine = ExitStack(), ExitStack()
