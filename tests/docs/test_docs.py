@@ -137,6 +137,8 @@ TRIGGERS: dict[str, list[str]] = {  # heading of troubleshooting.md -> words tha
     "cannot be used with lr_scheduler_kwargs": ["lr_scheduler_type=warmup_stable_decay"],
     "which no evaluation gives": ["val_size=1", "early_stopping_patience=1", "metric_for_best_model=bleu"],
     "which is not installed: pip install": ["report_to=mlflow"],
+    "leave it out": ["lora_r=8"],
+    "has no effect": ["gradient_checkpointing=true"],
     "is not a folder; give the folder of a Hugging Face checkpoint": ["model=nowhere"],
     "dropout": ["model=with-dropout"],
     "but no safetensors": ["model=pickled"],
@@ -172,6 +174,7 @@ CODES = {
     "gets nothing more of this run": 0,
     "the last bits may differ from an unbroken run's": 0,
     "batches are cut from encoded rows inside the run": 0,
+    "has no effect": 0,
 }
 ELSEWHERE = {  # tried where they are made
     "one block is on the device at a time": "engine/settle.py",
