@@ -38,3 +38,15 @@ def test_what_binds_is_said_after_the_first_steps_and_every_so_many(config_for, 
     told = io.StringIO()
     train(config_for(max_steps=9, verdict_steps=every), PlainConsole(told))
     assert told.getvalue().count("a step takes") == sentences  # step 4, and with 3: 3, 6 and 9
+
+
+@pytest.mark.parametrize(
+    ("long_s", "changes", "count"), [(0.0, {}, 1), (0.0, {"save_steps": 9}, 0), (1800.0, {}, 0)], ids=str
+)
+def test_a_long_run_without_checkpoints_is_told_once_what_a_kill_would_cost(
+    config_for, monkeypatch, long_s, changes, count
+):
+    monkeypatch.setattr("slideformer.train.loop.LONG_S", long_s)
+    told = io.StringIO()
+    train(config_for(max_steps=9, verdict_steps=2, **changes), PlainConsole(told))
+    assert told.getvalue().count("to go without checkpoints: stopped or killed") == count

@@ -24,12 +24,16 @@ from slideformer.train.disk_use import DiskUse
 from slideformer.train.evaluation import Sets, evaluate
 from slideformer.train.interval import Interval
 from slideformer.train.journal import Journal
+from slideformer.train.panel import duration
 from slideformer.train.samples import Samples
 from slideformer.train.saver import Saver
 from slideformer.train.schedule import Schedule
 from slideformer.train.stop import Stopped, StopRequests
 from slideformer.train.timeline import AFTER_STEPS, TRACED_STEPS, Tracer, write_timeline
 from slideformer.train.verdict import verdict
+
+LONG_S = 1800.0
+"""A run that takes longer and writes no checkpoints is told what a kill would cost it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ class Loop:
         # The first is replaced by a later one, unless the run is a short one.
         self._drawn = {start.step + 1, min(start.step + 1 + AFTER_STEPS, work.num_steps)}
         self._tracer = _tracer(work, start.step)
-        self._say_what_binds = False
+        self._say_what_binds, self._may_lose_all = False, saver is None
         self._disk = DiskUse(work.engine, work.config.max_disk_writes, before=start.disk_writes)
         self.loss_sum, self.num_losses = 0.0, 0  # of the steps of this process, for the mean
 
@@ -256,12 +260,19 @@ class Loop:
     def _metrics(self, step: Submitted, norm: float | None) -> dict[str, float | int | None]:
         speed = self._interval.close()
         tflops, peak = self._flops_per_token * speed.tokens_per_second / 1e12, self.work.peak_tflops
+        left_s = self._interval.mean_step_s() * (self.work.num_steps - step.number)
         if self._say_what_binds:
             busy = {str(lane): min(s / speed.step_s, 1.0) for lane, s in step.result.busy_s().items()}
             engine = self.work.engine
             promised = (engine.predicted_step_s, engine.predicted_clipped_s)
             self.journal.console.note(verdict(busy, speed.step_s, *promised))
             self._say_what_binds = False
+            if self._may_lose_all and left_s > LONG_S:
+                self.journal.console.note(
+                    f"about {duration(left_s)} to go without checkpoints: stopped or killed, this run would start "
+                    "anew. To go on from the last one, set save_steps and resume_from_checkpoint: auto"
+                )
+            self._may_lose_all = False
         return {
             "global_step": step.number,
             "epoch": round(step.batch.epoch, 4),
@@ -274,7 +285,7 @@ class Loop:
             "step_time": speed.step_s,
             "tflops": tflops,
             **({} if peak is None else {"mfu": tflops / peak}),
-            "eta_seconds": self._interval.mean_step_s() * (self.work.num_steps - step.number),
+            "eta_seconds": left_s,
             "nonfinite_steps": self._nonfinite_steps,
             **_memory_metrics(self.work.device),
             **self._disk.metrics(),
