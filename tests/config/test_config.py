@@ -214,3 +214,21 @@ def test_python_hears_one_sentence_too(fields, sentence) -> None:
 def test_a_setting_without_a_name_is_refused() -> None:
     with pytest.raises(BadInput, match="found the key 3: keys are names"):
         TrainConfig.model_validate({3: 4})
+
+
+@pytest.mark.parametrize(
+    ("type_", "format_"),
+    [("alpaca", "alpaca"), ("sharegpt", "sharegpt"), ("chat_template", "auto"), ("completion", "text")],
+)
+def test_a_dataset_says_its_type_as_axolotl_does(type_, format_) -> None:
+    given = {"path": "rows.jsonl", "split": "train", "type": type_}
+    config = TrainConfig(dataset=[given], eval_dataset={"held": given})
+    assert [spec.format for spec in (*config.dataset, config.eval_dataset["held"])] == [format_, format_]
+    assert config.dataset[0].split == "train"
+
+
+def test_a_type_of_a_dataset_that_is_no_format_is_told_with_those_there_are() -> None:
+    with pytest.raises(BadInput, match=r"dataset\[0\].format: found 'input_output', should be 'auto', 'messages'"):
+        TrainConfig(dataset={"path": "a", "type": "input_output"})
+    with pytest.raises(BadInput, match="dataset: unknown key type"):
+        TrainConfig(dataset={"path": "a", "type": "alpaca", "format": "alpaca"})

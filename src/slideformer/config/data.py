@@ -15,6 +15,8 @@ FORMAT_ALIASES = {
     **{"openai": "messages", "chatml": "messages", "conversations": "sharegpt", "instruction": "alpaca"},
     **{"completion": "prompt_completion", "input_ids": "tokens", "tokenized": "tokens"},
 }
+TYPES = {"chat_template": "auto", "completion": "text"}
+"""Axolotl's `type` of a dataset, where it is not our word; alpaca and sharegpt are."""
 COLUMNS = (
     *("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "system"),
     *("tools", "text", "input_ids", "labels"),
@@ -72,7 +74,12 @@ def as_named_specs(value: object) -> object:
 
 
 def _as_spec(item: object) -> object:
-    return {"path": item} if isinstance(item, str) else item
+    if isinstance(item, str):
+        return {"path": item}
+    if isinstance(item, Mapping) and "type" in item and "format" not in item:
+        named = item["type"]
+        return {**{k: v for k, v in item.items() if k != "type"}, "format": TYPES.get(str(named), named)}
+    return item
 
 
 class DataSettings(Settings):
