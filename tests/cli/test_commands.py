@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from slideformer.errors import BadInput
 from train.toy import make_model
@@ -56,7 +56,8 @@ def test_bad_input_is_one_sentence_and_a_code(slideformer, yaml_for, command, fi
 
 def test_a_negated_alias_says_that_it_means_the_opposite(slideformer, yaml_for) -> None:
     done = slideformer("plan", yaml_for(), "train_on_inputs=false")
-    assert "note: command line: train_on_inputs is taken as completion_only_loss (the opposite)" in done.stderr
+    said = "note: command line: train_on_inputs is taken as completion_only_loss and assistant_only_loss (the opposite)"
+    assert said in " ".join(done.stderr.split())
 
 
 def test_force_goes_on_where_memory_may_not_do(slideformer, yaml_for) -> None:
@@ -196,6 +197,50 @@ def test_plan_as_json_adds_up_and_follows_the_rates(slideformer, yaml_for) -> No
     assert slow["parameters"] == slow["trained_parameters"]
     assert slow["step_time"] > 5 * fast["step_time"]
     assert planned("freeze=embed")["trained_parameters"] < slow["parameters"]
+
+
+@pytest.mark.parametrize("flag", ["--tflops", "--link-gbps", "--update-gparams", "--disk-gbps"])
+@pytest.mark.parametrize("rate", ["0", "-5", "nan", "inf"])
+def test_plan_takes_no_rate_that_there_cannot_be(slideformer, yaml_for, flag, rate) -> None:
+    done = slideformer("plan", yaml_for(), flag, rate)
+    assert one_sentence(done) == f"{flag} is {rate}, must be above 0: give what is measured, or leave it out"
+    assert done.returncode == 2
+
+
+def test_what_a_run_replaces_and_has_no_room_for_is_told(slideformer, yaml_for, tmp_path, monkeypatch) -> None:
+    first = slideformer("train", yaml_for())
+    assert first.returncode == 0 and "earlier run" not in first.stdout
+    again = slideformer("train", yaml_for())
+    assert again.returncode == 0
+    assert "warning: out has the result of an earlier run, which this run's will replace\n" in again.stdout
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    done = slideformer("train", yaml_for())
+    said = one_sentence(done)
+    assert said.startswith("the model takes ") and said.endswith("make room, or choose another output_dir")
+    assert done.returncode == 3
+
+
+def test_a_run_whose_one_step_has_no_learning_rate_says_so(slideformer, yaml_for) -> None:
+    said = "the only step is warmup's first, at a learning rate of 0: nothing is learned; set warmup_ratio: 0"
+    assert f"warning: {said}\n" in slideformer("train", yaml_for(), "max_steps=1").stdout
+    for words in (("max_steps=1", "warmup_ratio=0"), ("max_steps=2",)):
+        assert "nothing is learned" not in slideformer("train", yaml_for(), *words, "--dry-run").stdout
+
+
+def test_rows_that_are_longer_than_the_model_was_made_for(slideformer, yaml_for, toy, tmp_path) -> None:
+    """Computed positions go on, with a warning; those of a table do not. Both are told before anything is loaded."""
+    model = shutil.copytree(toy / "model", tmp_path / "short")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
+    yaml = yaml_for(model_name_or_path="short")
+    done = slideformer("train", yaml, "--dry-run")
+    assert done.returncode == 0 and "tokens, and the model was made for 16 positions: what comes after" in done.stdout
+    assert "the model was made for" not in slideformer("train", yaml, "--dry-run", "max_length=16").stdout
+    GPT2Config(n_layer=2, n_embd=64, n_head=4, n_positions=16, vocab_size=config["vocab_size"]).save_pretrained(model)
+    done = slideformer("train", yaml, "--dry-run", "disable_dropout=true")
+    assert "tokens, and the model's position table has 16: lower max_length" in one_sentence(done)
+    assert done.returncode == 2
 
 
 def test_plan_predicts_what_training_allocates(slideformer, yaml_for, tmp_path) -> None:

@@ -273,6 +273,9 @@ def test_no_steps_is_told_to_be_no_limit(load, tmp_path, written, count) -> None
         ("train_on_inputs: true", "completion_only_loss", False),
         ("train_on_inputs: false", "completion_only_loss", True),
         ("train_on_completions: true", "completion_only_loss", True),
+        ("train_on_inputs: true", "assistant_only_loss", False),
+        ("train_on_completions: false", "assistant_only_loss", False),
+        ("train_on_inputs: true\nassistant_only_loss: true", "assistant_only_loss", True),
         ("dtype: bfloat16", "bf16", True),
         ("torch_dtype: float32", "bf16", False),
         ("use_liger_kernel: true", "kernels", "liger"),
@@ -301,6 +304,7 @@ def test_every_spelling_of_other_tools_is_taken(load, alias, key) -> None:
     written = WRITTEN.get(key, "3")
     resolved = load(f"{head}{alias}: {written}\n{end}")
     ours = {"bf16": "true", "offload_activations": "nvme", **dict.fromkeys(NEGATED, "false")}
+    end += "assistant_only_loss: false\n" if alias in NEGATED else ""
     plain = load(f"{head}{key}: {ours.get(alias, ours.get(key, written))}\n{end}")
     assert getattr(resolved.config, key) == getattr(plain.config, key)
     assert resolved.config == plain.config

@@ -66,6 +66,14 @@ def test_prompt_and_completion_as_messages_learn_the_completion(codec, make_conf
     assert learned(sample, codec) == "d<end>"
 
 
+def test_with_its_prompt_all_of_a_row_is_learned_and_a_conversation_as_it_says(codec, make_config) -> None:
+    turns, whole = chat("a", "b")["messages"], make_config(completion_only_loss=False)
+    for row in ({"prompt": turns[:1], "completion": turns[1:]}, {"instruction": "a", "output": "b"}):
+        sample = encode_one(row, codec, whole)
+        assert sample.labels.tolist() == sample.input_ids.tolist()
+    assert learned(encode_one(chat("a", "b"), codec, whole), codec) == "b<end>"
+
+
 def test_an_instruction_is_a_conversation_where_there_is_a_template_and_a_prompt_where_there_is_none(
     make_codec, make_config
 ) -> None:

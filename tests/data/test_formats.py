@@ -21,6 +21,9 @@ def parse(row: dict[str, object], **row_format: object):
     return parse_row(RawRow("rows.jsonl", 3, row), RowFormat(**row_format))
 
 
+PARTS = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+
+
 @pytest.mark.parametrize(
     ("columns", "content"),
     [
@@ -33,7 +36,8 @@ def parse(row: dict[str, object], **row_format: object):
         ({"conversations": HI}, Chat(HI)),
         ({"conversations": SHAREGPT, "system": "be"}, Chat([{"role": "system", "content": "be"}, *HI])),
         ({"prompt": "a", "completion": "b"}, Completion("a", "b")),
-        ({"prompt": HI, "completion": HI[1:]}, Chat([*HI, HI[1]], answers_from=2)),
+        ({"prompt": HI, "completion": HI[1:]}, Chat([*HI, HI[1]], answers_from=2, has_prompt=True)),
+        ({"messages": [{**m, "content": PARTS} for m in HI]}, Chat([{**m, "content": "one two"} for m in HI])),
         ({"text": "abc"}, Text("abc")),
         ({"input_ids": [1, 2], "attention_mask": [1, 1]}, Tokens([1, 2], [1, 2])),
         ({"input_ids": "[1, 2]", "labels": [-100, 2]}, Tokens([1, 2], [-100, 2])),
@@ -131,3 +135,9 @@ def test_a_row_that_cannot_be_used_says_why(columns, reason, found) -> None:
         parse(columns)
     assert caught.value.reason is reason
     assert found in str(caught.value)
+
+
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": "x"}, {"type": "text"}, "text", {"text": "a"}])
+def test_parts_of_a_message_that_are_not_text_are_no_text(part) -> None:
+    with pytest.raises(UnusableRow, match=r"messages\[0\].content is a list"):
+        parse({"messages": [{**HI[0], "content": [*PARTS, part]}, HI[1]]})

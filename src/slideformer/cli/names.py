@@ -55,6 +55,8 @@ CONVERTED: dict[str, Callable[[object], object]] = {
     "use_liger_kernel": _liger_as_kernels,
     "ac_offload_nvme": _nvme,
 }
+BOTH_LOSSES = ("train_on_inputs", "train_on_prompt", "train_on_input", "train_on_completions")
+"""What other tools say of conversations and of prompts alike."""
 REQUIRED = ("model_name_or_path", "dataset")
 WITHOUT_EFFECT = {
     "dataloader_num_workers": "has no effect: batches are cut from encoded rows inside the run, and what encodes in "
@@ -88,8 +90,11 @@ def resolve(*sources: Sequence[Setting], required: Sequence[str] | None = None) 
                 notices.append(f"{setting.where}: {setting.key} {WITHOUT_EFFECT[name]}")
             elif name != setting.key:
                 negated = " (the opposite)" if CONVERTED.get(setting.key) is _not else ""
-                notices.append(f"{setting.where}: {setting.key} is taken as {name}{negated}")
+                named = f"{name} and assistant_only_loss" if setting.key in BOTH_LOSSES else name
+                notices.append(f"{setting.where}: {setting.key} is taken as {named}{negated}")
         settings |= given
+    for setting in [s for s in settings.values() if s.key in BOTH_LOSSES]:
+        settings.setdefault("assistant_only_loss", setting)
     values = {name: CONVERTED.get(s.key, _unchanged)(s.value) for name, s in settings.items()}
     try:
         config = TrainConfig.model_validate(values)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated
 
 import typer
 
 from slideformer.cli.arguments import Debug, Json, Settings, read_config
 from slideformer.cli.exits import told_in_one_sentence
+from slideformer.errors import BadInput
 
 Tflops = Annotated[float | None, typer.Option(help="Of the device in training.", show_default=False)]
 Link = Annotated[float | None, typer.Option(help="GB/s between host and device, each way.", show_default=False)]
@@ -32,6 +34,10 @@ def plan(
     rates are given; `slideformer doctor` measures them.
     """
     with told_in_one_sentence(debug=debug, as_json=as_json) as beside:
+        names = ("--tflops", "--link-gbps", "--update-gparams", "--disk-gbps")
+        for name, rate in zip(names, (tflops, link_gbps, update_gparams, disk_gbps), strict=True):
+            if rate is not None and not 0 < rate < math.inf:
+                raise BadInput(f"{name} is {rate:g}, must be above 0: give what is measured, or leave it out")
         config = read_config(settings, context.args)
         from slideformer.train.plan import plan_run
 

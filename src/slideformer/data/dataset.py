@@ -27,7 +27,7 @@ from slideformer.errors import BadInput
 
 TRAINING = "training"  # the role of rows that are trained on, in reports
 TELL_EVERY_S = 10.0
-CACHE_FORMAT = 1  # to be raised when the same rows would become other samples
+CACHE_FORMAT = 2  # to be raised when the same rows would become other samples
 Tell = Callable[[str], None]
 
 
@@ -128,6 +128,12 @@ def require_vocabulary(dataset: Dataset, vocab_size: int) -> None:
                     "use the tokenizer that the model was trained with, or a model whose embedding was made larger"
                 )
             first += len(ids)
+
+
+def longest_sample(dataset: Dataset) -> int:
+    """Tokens; of streams nobody knows, and 0 without any sample."""
+    every = (*(source.samples for source in dataset.train), *dataset.evaluation.values())
+    return max((max(lengths_of(samples), default=0) for samples in every), default=0)
 
 
 def samples_of(

@@ -130,7 +130,8 @@ def _ids_and_labels(content: Content, codec: Codec, rules: EncodingRules, where:
             labels[:start] = IGNORED
             return np.array(ids, np.int32), labels
         case Chat():
-            encode = encode_chat if rules.assistant_only_loss else encode_whole_chat
+            answers = rules.assistant_only_loss and (rules.completion_only_loss or not content.has_prompt)
+            encode = encode_chat if answers else encode_whole_chat
             rendered = encode(content, codec, where)
             ids = np.array(rendered.ids, np.int32)
             return ids, np.where(np.array(rendered.learned, bool), ids, np.int32(IGNORED))

@@ -165,7 +165,7 @@ def _parsed(value: object) -> object:
 def _messages(value: object) -> Sequence[Message]:
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         raise UnusableRow(Reason.BAD_MESSAGES, f"found {json.dumps(value, default=str)[:80]}")
-    messages = [_without_nulls(message) for message in value]
+    messages = [_with_text(_without_nulls(message)) for message in value]
     for index, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
@@ -178,6 +178,15 @@ def _messages(value: object) -> Sequence[Message]:
     if not any(message["role"] == "assistant" for message in messages):
         raise UnusableRow(Reason.NO_ASSISTANT, f"found roles {', '.join(str(m['role']) for m in messages)}")
     return messages
+
+
+def _with_text(message: Message) -> Message:
+    """OpenAI's list of parts is the text of them, where all are text."""
+    parts = message.get("content")
+    if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
+        return message
+    texts = [part.get("text") if part.get("type") == "text" else None for part in parts]
+    return {**message, "content": "".join(texts)} if all(isinstance(text, str) for text in texts) else message
 
 
 def _without_nulls(message: Message) -> Message:
@@ -228,7 +237,7 @@ def _prompt_and_completion(columns: Mapping[str, object]) -> Completion | Chat:
     if isinstance(prompt, list) and isinstance(completion, list):
         system = _system(columns)
         messages = _messages([*system, *prompt, *completion])
-        return Chat(messages, answers_from=len(system) + len(prompt), tools=_tools(columns))
+        return Chat(messages, answers_from=len(system) + len(prompt), tools=_tools(columns), has_prompt=True)
     return _completion(columns["prompt"], columns["completion"], "prompt", "completion")
 
 
@@ -254,7 +263,7 @@ def _instruction(columns: Mapping[str, object]) -> Instruction:
     said = [message for turn in _history(columns) for message in turn]
     question = {"role": "user", "content": f"{instruction}\n{further}" if has_input else instruction}
     messages = [*_system(columns), *said, question, {"role": "assistant", "content": asked.completion}]
-    return Instruction(Chat(_messages(messages), tools=_tools(columns)), plain)
+    return Instruction(Chat(_messages(messages), tools=_tools(columns), has_prompt=True), plain)
 
 
 def _history(columns: Mapping[str, object]) -> list[tuple[Message, Message]]:

@@ -81,11 +81,13 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation. answers_from: index of the first message that is an answer and not a prompt."""
+    """A conversation. answers_from: index of the first message that is an answer and not a prompt. has_prompt: the row
+    tells a prompt from its answer, and is no conversation as such."""
 
     messages: Sequence[Message]
     answers_from: int = 0
     tools: Sequence[object] | None = None
+    has_prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,17 @@ from pathlib import Path
 import torch
 
 from slideformer.config import TrainConfig
-from slideformer.data import Codec, Dataset, Rows, codec_of, load_dataset, samples_of, with_template
+from slideformer.data import (
+    Codec,
+    Dataset,
+    Rows,
+    codec_of,
+    load_dataset,
+    longest_sample,
+    require_vocabulary,
+    samples_of,
+    with_template,
+)
 from slideformer.data.batches import Source
 from slideformer.data.tokenizer import PreTrainedTokenizerBase
 from slideformer.engine import Engine
@@ -17,6 +27,7 @@ from slideformer.errors import BadInput
 from slideformer.model import weights
 from slideformer.model.decoder import Decoder
 from slideformer.model.folder import read_config
+from slideformer.train.setup import build_decoder, device_kind
 
 GIVEN_AS_ROWS = "(rows given in Python)"
 Model = str | Path | torch.nn.Module
@@ -77,6 +88,26 @@ class Inputs:
             evaluation[name], report = samples_of(rows, label, "evaluation", codec, self.config, tell)
             reports = (*reports, report)
         return Dataset(tuple(train), evaluation, tuple(reports), () if self.train is not None else read.streams)
+
+    def check_rows(self, dataset: Dataset, warn: Callable[[str], None]) -> None:
+        """Raise BadInput for a token that the model has no row for, and for a row longer than its position table; warn
+        of one longer than the model was made for, where positions are computed. Of streams nobody knows yet."""
+        text = self.model_config.get_text_config()
+        require_vocabulary(dataset, text.vocab_size)
+        longest, most = longest_sample(dataset), getattr(text, "max_position_embeddings", None)
+        if most is None or longest <= most:
+            return
+        kind = device_kind(self.config)
+        table = build_decoder(self.config, kind, torch.device("cpu"), self.model_config).num_positions
+        if table is not None:
+            raise BadInput(
+                f"the longest row has {longest:,} tokens, and the model's position table has {table:,}: "
+                "lower max_length"
+            )
+        warn(
+            f"the longest row has {longest:,} tokens, and the model was made for {most:,} positions: what comes after "
+            "them means little to it; lower max_length, or use a config.json that scales its rope"
+        )
 
     def check_weights(self, decoder: Decoder) -> None:
         """Raise BadInput for weights that are missing or do not fit, before anything is allocated."""

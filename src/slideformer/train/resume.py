@@ -18,11 +18,12 @@ from slideformer.engine import Decided, Engine
 from slideformer.errors import BadInput
 from slideformer.model import weights
 from slideformer.model.decoder import Decoder
+from slideformer.model.folder import CONFIG
 from slideformer.train import checkpoint, fingerprint
 from slideformer.train.checkpoint import Checkpoint, Damaged, Progress
 from slideformer.train.console import Console
 from slideformer.train.disk_use import written_before
-from slideformer.train.retention import numbered, require_space
+from slideformer.train.retention import numbered, require_space, require_space_for_result
 from slideformer.train.saver import Saver
 from slideformer.train.schedule import num_steps
 from slideformer.train.setup import save_dtype
@@ -96,6 +97,8 @@ def earlier(config: TrainConfig, console: Console) -> list[Checkpoint]:
             f"resume_from_checkpoint is true, but {parent} has no complete checkpoint: give the folder of one, or "
             "auto to start anew where there is none"
         )
+    if not found and (parent / CONFIG).exists():
+        console.warn(f"{parent} has the result of an earlier run, which this run's will replace")
     return found
 
 
@@ -107,6 +110,9 @@ def find_origin(
     Raises BadInput for the newest that is another config's, and where max_disk_writes is spent, and DoesNotFit.
     """
     disk_writes = written_before(config, max((one.record.progress.disk_writes for one in found), default=None))
+    model_nbytes = decoder.layout.numel * save_dtype(config, decoder).itemsize
+    if config.save_strategy == "no":
+        require_space_for_result(config, model_nbytes)
     if config.save_strategy == "no" and not found:
         return Origin([], {}, {}, disk_writes=disk_writes)
     steps = num_steps(config, batches)
@@ -130,7 +136,7 @@ def find_origin(
             config,
             decoder.layout,
             keep_residual=decoder.dtype is torch.float32,
-            model_nbytes=decoder.layout.numel * save_dtype(config, decoder).itemsize,
+            model_nbytes=model_nbytes,
             num_saves=steps // every - first // every + 1,
         )
         space()

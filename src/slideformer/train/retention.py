@@ -51,6 +51,17 @@ def rotate(parent: Path, newest: int, limit: int | None, *, best: int | None = N
         shutil.rmtree(going, ignore_errors=True)
 
 
+def require_space_for_result(config: TrainConfig, model_nbytes: int) -> None:
+    """Raise DoesNotFit if the disk has no room for it beside what is there."""
+    parent = Path(config.output_dir)
+    free = shutil.disk_usage(parent).free
+    if model_nbytes > free:
+        raise DoesNotFit(
+            f"the model takes {size(model_nbytes)} in {parent}, and {size(free)} are free: make room, or choose "
+            "another output_dir"
+        )
+
+
 def require_space(
     config: TrainConfig, layout: Layout, *, keep_residual: bool, model_nbytes: int, num_saves: int
 ) -> None:

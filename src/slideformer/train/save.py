@@ -55,8 +55,8 @@ def save(engine: Engine, source: Path, target: Path, dtype: torch.dtype, facts: 
         return save_folder(target, engine.decoder, engine.read, source, dtype=dtype, card_text=text)
     except OSError as error:
         raise RunFailed(
-            f"the model could not be written to {target}: {error.strerror or error}; checkpoints are as they were: "
-            "make room, and go on with resume_from_checkpoint or write it with slideformer export"
+            f"the model could not be written to {target}: {error.strerror or error}; checkpoints, if there are any, "
+            "are as they were: make room, and go on with resume_from_checkpoint or write it with slideformer export"
         ) from error
 
 

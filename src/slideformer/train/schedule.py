@@ -54,6 +54,12 @@ class Schedule:
                 f"{num_steps} steps: {text}"
             ) from None
 
+    def warnings(self, num_steps: int) -> list[str]:
+        """What is allowed but hardly ever meant."""
+        if num_steps == 1 and self._base and not self.rate(0):
+            return ["the only step is warmup's first, at a learning rate of 0: nothing is learned; set warmup_ratio: 0"]
+        return []
+
     def rate(self, step: int) -> float:
         """The learning rate of step `step`, from 0. With warm-up the first step's is 0, as in transformers."""
         if self._follows:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from slideformer.config import TrainConfig
-from slideformer.data import Batches, Codec, Dataset, evaluation_sets, require_vocabulary, training_batches
+from slideformer.data import Batches, Codec, Dataset, evaluation_sets, training_batches
 from slideformer.data.prompts import Prompt, Words
 from slideformer.device import Device, open_device, require_device
 from slideformer.engine import Decided, Engine
@@ -270,7 +270,7 @@ class Trainer:
         model_config = inputs.model_config  # a wrong folder is found before the tokenizer and the data are read
         codec = inputs.codec()
         dataset = inputs.dataset(codec, console.note)
-        require_vocabulary(dataset, model_config.get_text_config().vocab_size)
+        inputs.check_rows(dataset, console.warn)
         batches = training_batches(dataset, config, codec)
         evaluation = evaluation_sets(dataset, config, codec)
         if config.eval_strategy != "no" and not evaluation:
@@ -285,7 +285,7 @@ class Trainer:
                 console.note(line)
             for warning in report.warnings():
                 console.warn(warning)
-        for warning in batches.warnings():
+        for warning in (*batches.warnings(), *schedule.warnings(steps)):
             console.warn(warning)
         check_parity(
             model_config, attn_implementation=config.attn_implementation, disable_dropout=config.disable_dropout
