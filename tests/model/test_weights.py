@@ -388,7 +388,10 @@ def test_configs_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         "hub is downloaded first: hf download NAME --local-dir FOLDER)."
     )
     folder.mkdir()
-    assert text() == f"{folder} has no config.json; give the folder of a Hugging Face checkpoint."
+    assert text() == (
+        f"{folder} has no config.json; give the folder of a Hugging Face checkpoint, which slideformer export makes of "
+        "a run's."
+    )
     for bad in ("{", "[]", "{}", '{"model_type": "no-such-model"}'):
         path.write_text(bad)
         assert text().startswith(f"{path} is not a model config that transformers knows (")

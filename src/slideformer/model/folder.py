@@ -29,7 +29,10 @@ def read_config(folder: Path | str) -> PretrainedConfig:
             "hub is downloaded first: hf download NAME --local-dir FOLDER)."
         )
     if not path.is_file():
-        raise BadInput(f"{folder} has no {CONFIG}; give the folder of a Hugging Face checkpoint.")
+        raise BadInput(
+            f"{folder} has no {CONFIG}; give the folder of a Hugging Face checkpoint, which slideformer export makes of "
+            "a run's."
+        )
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(stored, dict) or "model_type" not in stored:
