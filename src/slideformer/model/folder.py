@@ -30,8 +30,8 @@ def read_config(folder: Path | str) -> PretrainedConfig:
         )
     if not path.is_file():
         raise BadInput(
-            f"{folder} has no {CONFIG}; give the folder of a Hugging Face checkpoint, which slideformer export makes of "
-            "a run's."
+            f"{folder} has no {CONFIG}; give the folder of a Hugging Face checkpoint, which slideformer export makes "
+            "of a run's."
         )
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
