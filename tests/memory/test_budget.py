@@ -5,16 +5,14 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from alone import alone
 from engine.toys import random_weights, tiny_batch, tiny_decoder, toy_decoder, toy_options, write_weights
 from slideformer.device.cpu import CpuDevice
 from slideformer.engine import Engine, EngineOptions, budget_of, fit, require_fit
@@ -121,13 +119,8 @@ def test_a_longer_batch_takes_more_and_a_larger_window_too():
 
 
 def test_the_process_grows_by_what_was_predicted():
-    """Measured where it counts, on a model of 13 M parameters: within 5%, the memory of one block's rerun aside. In a
-    process of its own, since what other tests have left behind moves too."""
-    words = [sys.executable, "-c", f"from {__name__} import growth; print(*growth())"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=110, env=environment)
-    assert done.returncode == 0, done.stderr
-    total, grown = map(int, done.stdout.split()[-2:])
+    """Measured where it counts, on a model of 13 M parameters: within 5%, the memory of one block's rerun aside."""
+    total, grown = alone(growth)
     assert total > 250 * MIB
     assert grown <= 1.05 * total + 40 * MIB
     assert grown >= 0.95 * total

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from alone import alone
 from engine.toys import (
     DEFERRED,
     EAGER,
@@ -162,33 +163,40 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def test_saving_and_loading_take_no_memory_that_grows_with_the_model(tmp_path, monkeypatch) -> None:
-    tile = 2**18
-    decoder = tiny_decoder(tile=tile, blocks=2)
+def test_saving_and_loading_take_no_memory_that_grows_with_the_model(tmp_path) -> None:
+    size, saving, loading = alone(memory_of_a_checkpoint, str(tmp_path))
+    assert size > 80 * 2**20
+    assert max(saving, loading) <= 4 * WATCHED_TILE + 2**20
+
+
+WATCHED_TILE = 2**18
+
+
+def memory_of_a_checkpoint(folder: str) -> tuple[int, int, int]:
+    """Bytes of a checkpoint, and by how many this process grew while it was written and while it was read."""
+    decoder = tiny_decoder(tile=WATCHED_TILE, blocks=2)
     config = decoder.config
     config.hidden_size, config.intermediate_size, config.vocab_size = 256, 4096, 4096
-    decoder = type(decoder)(config, dtype=torch.float32, tile_numel=tile)
-    most = []
+    decoder = type(decoder)(config, dtype=torch.float32, tile_numel=WATCHED_TILE)
+    seen = []
 
     class Watched(files.Summing):
         def write(self, data):
             super().write(data)
-            most.append(resident())
+            seen.append(resident())
 
-    with engine_on(decoder, toy_options(**EAGER), CpuDevice()) as engine:
+    with engine_on(decoder, toy_options(**EAGER), CpuDevice()) as engine, pytest.MonkeyPatch.context() as patch:
         write_weights(engine.layout, engine)
-        monkeypatch.setattr(files, "Summing", Watched)
+        patch.setattr(files, "Summing", Watched)
         before = resident()
-        folder = checkpoint.write(tmp_path, record(1), engine)
-        size = sum(path.stat().st_size for path in folder.iterdir())
-        assert size > 80 * 2**20
-        assert max(most) - before <= 4 * tile + 2**20
+        written = checkpoint.write(Path(folder), record(1), engine)
+        saving = max(seen) - before
         restore = engine.restore
-        monkeypatch.setattr(engine, "restore", lambda *args: (restore(*args), most.append(resident())))
-        most.clear()
+        patch.setattr(engine, "restore", lambda *args: (restore(*args), seen.append(resident())))
+        seen.clear()
         before = resident()
-        open_checkpoint(folder).load(engine)
-        assert max(most) - before <= 4 * tile + 2**20
+        open_checkpoint(written).load(engine)
+        return sum(path.stat().st_size for path in written.iterdir()), saving, max(seen) - before
 
 
 def test_an_evaluation_takes_no_device_memory_that_training_does_not(engine) -> None:
