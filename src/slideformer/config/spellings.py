@@ -148,7 +148,7 @@ FOREIGN: dict[str, Foreign] = {
         ANY,
     ),
     **_alike(
-        "how rows are padded is no setting, and packing: true leaves no padding",
+        "rows are padded to the longest of their micro-batch, and packing: true leaves little of that",
         "eval_packing eval_sample_packing group_by_length pad_to_sequence_len padding_free",
         ANY,
     ),
@@ -167,7 +167,7 @@ FOREIGN: dict[str, Foreign] = {
     **_alike("models are written as safetensors", "save_safetensors", ANY),
     **_alike("slideformer report draws a run's curves", "plot_loss", ANY),
     **_alike(
-        "report_to: wandb logs to where WANDB_PROJECT and its other variables say",
+        "report_to: wandb logs to the project in WANDB_PROJECT, as run_name",
         "use_wandb wandb_entity wandb_log_model wandb_name wandb_project wandb_run_id wandb_watch",
         ANY,
     ),
